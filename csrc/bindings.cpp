@@ -1,0 +1,161 @@
+// The pybind11 module pyckpt._C: one thin function per launcher, and what was built. Pointers arrive as integers
+// (Tensor.data_ptr()); shapes, dtypes and devices have been checked by the caller (pyckpt/ops/_native.py).
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu/kernels.h"
+
+namespace py = pybind11;
+using namespace pyckpt;
+
+extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
+
+namespace {
+
+using Address = std::uintptr_t;
+using Integers = std::vector<int64_t>;
+
+struct Build {
+  const char* name;
+  const Kernels* kernels;
+  bool (*runs_here)();
+};
+
+// Best first.
+const Build builds[] = {
+#if defined(PYCKPT_X86)
+    {"x86-64-v4", &v4::kernels, [] { return bool(__builtin_cpu_supports("x86-64-v4")); }},
+    {"x86-64-v3", &v3::kernels, [] { return bool(__builtin_cpu_supports("x86-64-v3")); }},
+    {"x86-64-v2", &v2::kernels, [] { return bool(__builtin_cpu_supports("x86-64-v2")); }},
+#else
+    {"baseline", &base::kernels, [] { return true; }},
+#endif
+};
+const Build* active = nullptr;
+
+std::vector<std::string> supported_isas() {
+  std::vector<std::string> names;
+  for (const Build& build : builds)
+    if (build.runs_here()) names.push_back(build.name);
+  return names;
+}
+
+void use_isa(const std::string& name) {
+  for (const Build& build : builds)
+    if (name == build.name && build.runs_here()) {
+      active = &build;
+      return;
+    }
+  throw std::invalid_argument("instruction set '" + name + "' was not built or does not run on this processor");
+}
+
+template <class T = void>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// `view` is empty for operands that are dense in one common order, else sizes followed by each operand's strides.
+StridedView strided(const Integers& view, size_t operands) {
+  const int64_t dims = int64_t(view.size() / (operands + 1));
+  return {dims, view.data(), view.data() + dims};
+}
+
+void activation_forward(int op, int dtype, Address x, Address y, int64_t n, const Integers& view, int threads) {
+  const StridedView s = strided(view, 2);
+  active->kernels->activation_forward(op, dtype, pointer(x), pointer(y), n, view.empty() ? nullptr : &s, threads);
+}
+
+void activation_backward(int op, int dtype, Address grad, Address x, Address dx, int64_t n, const Integers& view, int threads) {
+  const StridedView s = strided(view, 3);
+  active->kernels->activation_backward(op, dtype, pointer(grad), pointer(x), pointer(dx), n, view.empty() ? nullptr : &s, threads);
+}
+
+void dropout(int dtype, Address x, Address y, int64_t n, const Integers& view, double p, Address seed, int threads) {
+  const StridedView s = strided(view, 2);
+  active->kernels->dropout(dtype, pointer(x), pointer(y), n, view.empty() ? nullptr : &s, p, pointer<int64_t>(seed), threads);
+}
+
+using View = std::array<int64_t, 3>;  // inner, outer stride, inner stride
+
+void norm_forward(int kind, int dtype, int parameter_dtype, int64_t rows, int64_t columns, double eps, Address x, View x_view,
+                  Address weight, Address bias, Address y, Address statistics, bool recompute, int threads) {
+  const NormArguments arguments{kind, dtype, parameter_dtype, rows, columns, eps, pointer(x), pointer(weight), pointer(bias),
+                                {x_view[0], x_view[1], x_view[2]}};
+  active->kernels->norm_forward(arguments, pointer(y), pointer(statistics), recompute, threads);
+}
+
+void norm_backward(int kind, int dtype, int parameter_dtype, int64_t rows, int64_t columns, Address x, View x_view,
+                   Address weight, Address grad, View grad_view, Address statistics, Address dx, Address dweight, Address dbias,
+                   Address partial, int64_t blocks, int threads) {
+  const NormArguments arguments{kind, dtype, parameter_dtype, rows, columns, 0.0, pointer(x), pointer(weight), nullptr,
+                                {x_view[0], x_view[1], x_view[2]}};
+  const NormGradients gradients{pointer(grad), pointer(statistics), {grad_view[0], grad_view[1], grad_view[2]},
+                                pointer(dx), pointer(dweight), pointer(dbias), pointer(partial), blocks};
+  active->kernels->norm_backward(arguments, gradients, threads);
+}
+
+// rows: for each leading dimension its size, then x's strides, then the mask's, then grad's (as far as given).
+SoftmaxArguments softmax_arguments(int dtype, Address x, const Integers& rows, int64_t dims, int64_t columns, double scale,
+                                   int mask_kind, Address mask, int64_t mask_step, int64_t causal_offset, bool causal,
+                                   double dropout_p, Address seed) {
+  const int64_t* sizes = rows.data();
+  return {dtype, pointer(x), sizes + dims, dims, sizes, columns, scale,
+          {mask_kind, pointer(mask), sizes + 2 * dims, mask_step},
+          causal ? causal_offset : kNotCausal, dropout_p, pointer<int64_t>(seed)};
+}
+
+void softmax_forward(int dtype, Address x, const Integers& rows, int64_t dims, int64_t columns, double scale, int mask_kind,
+                     Address mask, int64_t mask_step, int64_t causal_offset, bool causal, double dropout_p, Address seed, Address y,
+                     Address statistics, bool recompute, int threads) {
+  active->kernels->softmax_forward(softmax_arguments(dtype, x, rows, dims, columns, scale, mask_kind, mask, mask_step,
+                                                     causal_offset, causal, dropout_p, seed),
+                                   pointer(y), pointer(statistics), recompute, threads);
+}
+
+void softmax_backward(int dtype, Address x, const Integers& rows, int64_t dims, int64_t columns, double scale, int mask_kind,
+                      Address mask, int64_t mask_step, int64_t causal_offset, bool causal, double dropout_p, Address seed,
+                      Address grad, Address y, Address statistics, Address dx, double grad_scale, bool masked, int threads) {
+  active->kernels->softmax_backward(softmax_arguments(dtype, x, rows, dims, columns, scale, mask_kind, mask, mask_step,
+                                                      causal_offset, causal, dropout_p, seed),
+                                    pointer(grad), rows.data() + 3 * dims, pointer(y), pointer(statistics), pointer(dx), grad_scale,
+                                    masked, threads);
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["version"] = PYCKPT_VERSION;
+  info["compiler"] = PYCKPT_COMPILER;
+  info["pybind11"] = std::to_string(PYBIND11_VERSION_MAJOR) + "." + std::to_string(PYBIND11_VERSION_MINOR);
+  std::vector<std::string> names;
+  for (const Build& build : builds) names.push_back(build.name);
+  info["isas"] = names;
+  info["cuda"] = py::none();
+  info["openmp"] = GOMP_parallel != nullptr;
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Native kernels of pyckpt. Private: use pyckpt.functional and pyckpt.nn.";
+  const auto isas = supported_isas();
+  if (isas.empty()) throw std::runtime_error("pyckpt's kernels need at least an x86-64-v2 processor");
+  use_isa(isas.front());
+  m.def("build_info", &build_info);
+  m.def("supported_isas", &supported_isas);
+  m.def("use_isa", &use_isa);
+  m.def("isa", [] { return active->name; });
+  using Release = py::call_guard<py::gil_scoped_release>;
+  m.def("activation_forward", &activation_forward, Release());
+  m.def("activation_backward", &activation_backward, Release());
+  m.def("dropout", &dropout, Release());
+  m.def("norm_forward", &norm_forward, Release());
+  m.def("norm_backward", &norm_backward, Release());
+  m.def("softmax_forward", &softmax_forward, Release());
+  m.def("softmax_backward", &softmax_backward, Release());
+}

@@ -1,0 +1,29 @@
+// Dropout: y = x factor, factor = 1 / (1 - p) or 0 by Philox. Forward, recompute and backward are this one kernel, applied to
+// x or to the gradient: 2 elements moved per element, and no mask. A dropped NaN or infinity gives NaN, as in torch.
+#include "elementwise.h"
+#include "launchers.h"
+#include "random.h"
+
+namespace pyckpt {
+namespace PYCKPT_ISA {
+
+void dropout(int dtype, const void* x, void* y, int64_t n, const StridedView* view, double p, const int64_t* seed, int threads) {
+  const DropoutRule rule(p, seed);
+  with_dtype(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    using F = arithmetic<T>;
+    map_unary(view, n, static_cast<const T*>(x), static_cast<T*>(y), threads,
+              [&](int64_t begin, int64_t count, const T* in, T* out) {
+                F factors[kMaskBlock];
+                for (int64_t start = 0; start < count; start += kMaskBlock) {
+                  const int64_t size = smaller(kMaskBlock, count - start);
+                  dropout_factors(rule, begin + start, factors);
+#pragma omp simd
+                  for (int64_t i = 0; i < size; ++i) store(out + start + i, load(in + start + i) * factors[i]);
+                }
+              });
+  });
+}
+
+}  // namespace PYCKPT_ISA
+}  // namespace pyckpt

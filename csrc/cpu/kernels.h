@@ -1,0 +1,93 @@
+// The table of CPU launchers, one per instruction set. Pointers are to elements of the dtype code's type; `threads` is the
+// caller's torch.get_num_threads().
+#pragma once
+
+#include <cstdint>
+
+namespace pyckpt {
+
+enum Activation : int { kGeluErf = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3 };
+enum Norm : int { kLayerNorm = 0, kRmsNorm = 1 };
+
+// A tensor seen as rows: row i starts at (i / inner) * outer_stride + (i % inner) * inner_stride, its columns are adjacent.
+struct RowView {
+  int64_t inner, outer_stride, inner_stride;
+};
+
+// Sizes and per-operand strides of an elementwise call whose operands are not dense in one common order.
+struct StridedView {
+  int64_t dims;
+  const int64_t* sizes;
+  const int64_t* strides;
+};
+
+struct NormArguments {
+  int kind, dtype, parameter_dtype;  // parameter_dtype: `dtype`, or float32
+  int64_t rows, columns;
+  double eps;
+  const void *x, *weight, *bias;  // weight and bias: columns, or null
+  RowView x_view;
+};
+
+struct NormGradients {
+  const void *grad, *statistics;  // statistics as norm_forward wrote them
+  RowView grad_view;
+  void *dx, *dweight, *dbias;  // null where no gradient is wanted
+  void* partial;               // blocks x 2 x columns sums in float (double for double); null without parameter gradients
+  int64_t blocks;              // of rows, at least 1; fixed by the number of rows alone
+};
+
+// The mask of a softmax, read through strides (elements; zero where it broadcasts). kind: 0 none, 1 boolean (true = keep),
+// 2 additive in the dtype of x.
+struct MaskView {
+  int kind;
+  const void* data;
+  const int64_t* row_strides;  // per leading dimension
+  int64_t column_stride;
+};
+
+struct SoftmaxArguments {
+  int dtype;
+  const void* x;
+  const int64_t* x_strides;  // per leading dimension; columns adjacent
+  int64_t dims;              // leading dimensions
+  const int64_t* sizes;      // their sizes
+  int64_t columns;
+  double scale;
+  MaskView mask;
+  int64_t causal_offset;  // query q sees columns up to q + causal_offset; kNotCausal: all
+  double dropout_p;
+  const int64_t* seed;  // read only where dropout_p > 0
+};
+constexpr int64_t kNotCausal = INT64_MIN;
+
+struct Kernels {
+  void (*activation_forward)(int op, int dtype, const void* x, void* y, int64_t n, const StridedView* view, int threads);
+  void (*activation_backward)(int op, int dtype, const void* grad, const void* x, void* dx, int64_t n, const StridedView* view,
+                              int threads);
+  void (*dropout)(int dtype, const void* x, void* y, int64_t n, const StridedView* view, double p, const int64_t* seed,
+                  int threads);
+  void (*norm_forward)(const NormArguments& arguments, void* y, void* statistics, bool recompute, int threads);
+  void (*norm_backward)(const NormArguments& arguments, const NormGradients& gradients, int threads);
+  void (*softmax_forward)(const SoftmaxArguments& arguments, void* y, void* statistics, bool recompute, int threads);
+  void (*softmax_backward)(const SoftmaxArguments& arguments, const void* grad, const int64_t* grad_strides, const void* y,
+                           const void* statistics, void* dx, double grad_scale, bool masked, int threads);
+};
+
+#if defined(PYCKPT_X86)
+namespace v2 {
+extern const Kernels kernels;
+}
+namespace v3 {
+extern const Kernels kernels;
+}
+namespace v4 {
+extern const Kernels kernels;
+}
+#else
+namespace base {
+extern const Kernels kernels;
+}
+#endif
+
+}  // namespace pyckpt

@@ -1,0 +1,137 @@
+"""Which kernels exist on this machine, and which serve a tensor. The only module that reads environment variables.
+
+Environment:
+    PYCKPT_BACKEND   name of the backend to use wherever it applies; an error if it is not available
+    PYCKPT_CPU_ISA   instruction set of the CPU kernels (x86-64-v2, x86-64-v3, x86-64-v4); default: the best one here
+    PYCKPT_DISABLE   "1": :func:`pyckpt.convert` leaves models as they are, with one warning
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# torch's OpenMP runtime must be in the process before the extension's symbols are resolved, hence after torch.
+native: Any = None
+try:
+    from . import _C as native
+except ImportError as error:
+    _marker = Path(__file__).with_name("_no_compiler.txt")
+    if not _marker.exists():
+        raise ImportError(
+            f"pyckpt's native module could not be loaded ({error}). Build it with `pip install -e .` in the checkout, or "
+            "reinstall the package for this Python version."
+        ) from error
+    _why_no_native = f"built without a C++ compiler ({_marker.read_text().strip()})"
+    warnings.warn(
+        f"pyckpt was {_why_no_native}: it runs on the reference backend, which is plain PyTorch and saves no time. "
+        "Install g++ or clang++ and reinstall.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A set of kernels: the device type it serves (None: any), and why it cannot be used here (empty: it can)."""
+
+    name: str
+    device_type: str | None
+    unavailable: str = ""
+
+    @property
+    def available(self) -> bool:
+        return not self.unavailable
+
+
+_backends: dict[str, Backend] = {}
+_default: dict[str, str] = {}
+_local = threading.local()
+
+
+def register(name: str, device_type: str | None, unavailable: str = "", *, default: bool = False) -> None:
+    """Adds a backend. `default` makes it the one that serves `device_type` when none is asked for."""
+    _backends[name] = Backend(name, device_type, unavailable)
+    if default and device_type is not None and not unavailable:
+        _default[device_type] = name
+
+
+def available() -> dict[str, Backend]:
+    """Every known backend by name, with the reason where it cannot be used."""
+    return dict(_backends)
+
+
+def _require(name: str) -> Backend:
+    backend = _backends.get(name)
+    if backend is None:
+        raise ValueError(f"unknown backend '{name}'; known: {', '.join(sorted(_backends))}")
+    if not backend.available:
+        raise RuntimeError(f"backend '{name}' is not available here: {backend.unavailable}")
+    return backend
+
+
+@contextmanager
+def use(name: str) -> Iterator[None]:
+    """Within the context, in this thread, ops run on backend `name` wherever it serves the tensor's device.
+
+    Backward runs on the backend that its forward ran on. Raises ValueError for an unknown name and RuntimeError, with the
+    reason, for one that is not available here.
+    """
+    backend = _require(name)
+    before = getattr(_local, "forced", None)
+    _local.forced = backend
+    try:
+        yield
+    finally:
+        _local.forced = before
+
+
+def select(device_type: str) -> str:
+    """Name of the backend that serves tensors on `device_type` now."""
+    forced = getattr(_local, "forced", None) or _environment
+    if forced is not None and forced.device_type in (None, device_type):
+        return forced.name
+    return _default.get(device_type, "reference")
+
+
+_warned_disabled = False
+
+
+def disabled() -> bool:
+    """Whether PYCKPT_DISABLE=1 is set: the operator's switch that turns conversion off. Warns once."""
+    global _warned_disabled
+    off = os.environ.get("PYCKPT_DISABLE", "") not in ("", "0")
+    if off and not _warned_disabled:
+        _warned_disabled = True
+        warnings.warn("PYCKPT_DISABLE is set: pyckpt leaves models as they are", RuntimeWarning, stacklevel=3)
+    return off
+
+
+register("reference", None)
+if native is not None:
+    if isa := os.environ.get("PYCKPT_CPU_ISA"):
+        native.use_isa(isa)
+    register("cpu", "cpu", default=True)
+else:
+    register("cpu", "cpu", _why_no_native)
+register("cuda", "cuda", "this version has no CUDA kernels yet")
+register("triton", "cuda", "this version has no Triton kernels yet")
+
+_environment = _require(os.environ["PYCKPT_BACKEND"]) if os.environ.get("PYCKPT_BACKEND") else None
+
+
+def versions() -> dict[str, str]:
+    """Versions that matter in a bug report."""
+    found = {"torch": torch.__version__}
+    if native is not None:
+        found["pyckpt._C"] = native.build_info()["version"]
+        found["compiler"] = native.build_info()["compiler"]
+    return found

@@ -1,0 +1,23 @@
+"""torch.nn.functional with fused, recomputable versions of some functions; every other name is torch's own.
+
+Replace ``import torch.nn.functional as F`` by ``import pyckpt.functional as F``.
+"""
+
+from typing import Any
+
+import torch.nn.functional as _torch_functional
+
+from .ops.activation import gelu, relu, silu
+from .ops.dropout import dropout
+from .ops.norm import layer_norm, rms_norm
+from .ops.softmax import softmax
+
+__all__ = ["dropout", "gelu", "layer_norm", "relu", "rms_norm", "silu", "softmax"]
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_torch_functional, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(_torch_functional)})

@@ -1,0 +1,92 @@
+"""From tensors to the arguments of the C++ kernels: addresses, dtype codes, strides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .. import backends
+from ._registry import DTYPES
+
+native = backends.native
+
+
+def code(tensor: torch.Tensor) -> int:
+    return DTYPES[tensor.dtype][0]
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without a lazy negation, which raw pointers cannot see."""
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def elementwise_view(*tensors: torch.Tensor, ordered: bool = False) -> list[int]:
+    """Sizes, then each tensor's strides, for operands of one shape; empty if all are dense in one common order.
+
+    The last tensor is the output, made by torch.empty_like and hence dense. Dimensions are put in the output's memory order,
+    unless `ordered` asks for the logical row-major order (random masks count elements in it), and merged where all allow.
+    """
+    strides = tensors[-1].stride()
+    if all(t.stride() == strides for t in tensors) and not (ordered and not tensors[-1].is_contiguous()):
+        return []
+    shape = tensors[-1].shape
+    dims = [d for d in range(len(shape)) if shape[d] != 1]
+    if not ordered:
+        dims.sort(key=lambda d: -strides[d])
+    merged: list[list[int]] = []  # [size, stride of each tensor]
+    for d in dims:
+        step = [t.stride(d) for t in tensors]
+        if merged and all(outer == inner * shape[d] for outer, inner in zip(merged[-1][1:], step, strict=True)):
+            merged[-1] = [merged[-1][0] * shape[d], *step]
+        else:
+            merged.append([shape[d], *step])
+    if not merged:
+        return []
+    return [value for column in zip(*merged, strict=True) for value in column]
+
+
+def as_rows(x: torch.Tensor, trailing: int) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    """`x` as rows of its last `trailing` dimensions: the tensor to read (a copy where strides do not allow) and its row view.
+
+    The view is (inner, outer stride, inner stride): row i starts at (i // inner) * outer stride + (i % inner) * inner stride.
+    """
+    columns = math.prod(x.shape[x.dim() - trailing :])
+    if x.is_contiguous():
+        return x, (1, columns, 0)
+    x = resolved(x)
+    expected = 1
+    for d in range(x.dim() - 1, x.dim() - trailing - 1, -1):
+        if x.shape[d] != 1 and x.stride(d) != expected:
+            return x.contiguous(), (1, columns, 0)
+        expected *= x.shape[d]
+    leading: list[list[int]] = []
+    for d in range(x.dim() - trailing):
+        if x.shape[d] == 1:
+            continue
+        if leading and leading[-1][1] == x.stride(d) * x.shape[d]:
+            leading[-1] = [leading[-1][0] * x.shape[d], x.stride(d)]
+        else:
+            leading.append([x.shape[d], x.stride(d)])
+    if not leading:
+        return x, (1, columns, 0)
+    if len(leading) == 1:
+        return x, (1, leading[0][1], 0)
+    if len(leading) == 2:
+        return x, (leading[1][0], leading[0][1], leading[1][1])
+    return x.contiguous(), (1, columns, 0)
+
+
+def columns_adjacent(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a contiguous copy where its last dimension is not dense in memory."""
+    x = resolved(x)
+    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def flat(*groups: Sequence[int]) -> list[int]:
+    return [value for group in groups for value in group]

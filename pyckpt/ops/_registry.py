@@ -1,0 +1,148 @@
+"""Definition and dispatch of the operators torch.ops.pyckpt.*.
+
+There are three ways into an op:
+
+- In plain eager mode the public function enters the autograd Function, which calls :meth:`Op.__call__`: the kernel of the
+  backend, without a trip through torch's dispatcher (2.5 us a call).
+- Under a dispatch mode (fake tensors, FLOP counters, compiled autograd) the same call goes to ``torch.ops.pyckpt``, so that
+  the mode sees it.
+- Under torch.compile, export, jit.trace, torch.func, forward-mode AD and for tensor subclasses :func:`lowered` is true and the
+  public function is a plain PyTorch expression, which those tools can fuse, differentiate, batch or shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from .. import backends
+
+Kernel = Callable[..., Any]
+
+LIBRARY = torch.library.Library("pyckpt", "DEF")
+
+# dtype -> (code of csrc/cpu/common.h, dtype of statistics and of the arithmetic)
+DTYPES: dict[torch.dtype, tuple[int, torch.dtype]] = {
+    torch.float32: (0, torch.float32),
+    torch.bfloat16: (1, torch.float32),
+    torch.float16: (2, torch.float32),
+    torch.float64: (3, torch.float64),
+}
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Op:
+    """One operator ``torch.ops.pyckpt.<name>``.
+
+    Args:
+        schema: ``name(arguments) -> results`` in torch.library's syntax.
+        fake: shapes and dtypes of the result from those of the arguments.
+        reference: the op in plain differentiable PyTorch: its definition, its kernel on the reference backend, and what is
+            differentiated where a gradient through the op itself is asked for.
+    """
+
+    def __init__(self, schema: str, *, fake: Kernel, reference: Kernel) -> None:
+        self.name = schema.partition("(")[0]
+        self.reference = reference
+        self.kernels: dict[str, Kernel] = {"reference": reference}
+        self._differentiable: Kernel = reference
+        LIBRARY.define(schema)
+        for key in ("CPU", "CUDA"):
+            LIBRARY.impl(self.name, self._on_device, key)
+        LIBRARY.impl(self.name, self._autograd, "Autograd")
+        torch.library.register_fake(f"pyckpt::{self.name}", fake, lib=LIBRARY)
+        self.overload = getattr(torch.ops.pyckpt, self.name).default
+
+    def kernel(self, backend: str) -> Callable[[Kernel], Kernel]:
+        """Decorator: the decorated function computes this op on `backend`. It sees plain tensors of that device."""
+
+        def register(function: Kernel) -> Kernel:
+            self.kernels[backend] = function
+            return function
+
+        return register
+
+    def differentiable(self, function: Kernel) -> None:
+        """Calls of the raw op that need a gradient go to `function` (an autograd Function) instead of the reference."""
+        self._differentiable = function
+
+    def __call__(self, backend: str, *args: Any) -> Any:
+        """Runs the op on `backend`; through torch's dispatcher where a mode or autograd has to see it."""
+        if torch._C._len_torch_dispatch_stack() or torch.is_grad_enabled():
+            return self.overload(*args)
+        return self.on(backend)(*args)
+
+    def on(self, backend: str) -> Kernel:
+        kernel = self.kernels.get(backend)
+        if kernel is None:
+            raise NotImplementedError(
+                f"backend '{backend}' has no kernel for pyckpt::{self.name}; it exists on {', '.join(self.kernels)}"
+            )
+        return kernel
+
+    def _on_device(self, *args: Any) -> Any:
+        device = next(a.device.type for a in args if isinstance(a, torch.Tensor))
+        return self.on(backends.select(device))(*args)
+
+    def _autograd(self, *args: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            return self._differentiable(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.overload(*args)
+
+
+def lowered(x: Any) -> bool:
+    """Whether an op on `x` must be a plain PyTorch expression; see the module's docstring."""
+    return (
+        torch.compiler.is_compiling()
+        or type(x) not in _PLAIN
+        or x.dtype not in DTYPES
+        or not (x.is_cpu or x.is_cuda)
+        or x.layout is not torch.strided
+        or x.is_neg()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def needs_grad(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def autocast_to_float32(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """What CUDA autocast does to the arguments of norms and softmax (on CPU it leaves them alone)."""
+    first = tensors[0]
+    if first is not None and first.is_cuda and torch.is_autocast_enabled("cuda"):
+        return tuple(t.float() if t is not None and t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors)
+    return tensors
+
+
+def not_differentiable(name: str, instead: str, *_: Any) -> Any:
+    raise RuntimeError(f"pyckpt::{name} rebuilds a forward's output inside backward and has no gradient; use pyckpt::{instead}")
+
+
+def describe(name: str, tensor: Any) -> str:
+    """``name`` with what a user needs to find it: shape, dtype, device."""
+    if not isinstance(tensor, torch.Tensor):
+        return f"{name} of type {type(tensor).__name__}"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{name} of shape {tuple(tensor.shape)}, {dtype} on {tensor.device}"
+
+
+def by_torch(problem: str, function: Kernel, *args: Any, **kwargs: Any) -> Any:
+    """Asks torch's own function: its result if it accepts the arguments; else its error type with `problem` in front.
+
+    So an argument that we do not serve (an integer ReLU, a complex SiLU) gives what torch gives, and a mistake gives torch's
+    error type with a message that names the argument and the remedy.
+    """
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    try:
+        return function(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:  # NotImplementedError is a RuntimeError
+        raise type(error)(f"{problem}\n(torch: {error})") from None

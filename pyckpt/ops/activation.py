@@ -1,0 +1,180 @@
+"""GELU, SiLU and ReLU.
+
+Saved for backward: the input (ReLU: the output, as torch). The output is recomputed by the forward kernel.
+Double backward goes through torch's own differentiable backward formulas.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import backends
+from ._native import address, code, elementwise_view, native, resolved
+from ._registry import DTYPES, Op, by_torch, describe, lowered, needs_grad
+
+aten = torch.ops.aten
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(DTYPES[x.dtype][1])
+
+
+def _like(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _like_second(grad: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+gelu_fwd = Op(
+    "gelu_fwd(Tensor x, str approximate) -> Tensor",
+    fake=_like,
+    reference=lambda x, approximate: F.gelu(_wide(x), approximate=approximate).to(x.dtype),
+)
+gelu_bwd = Op(
+    "gelu_bwd(Tensor grad, Tensor x, str approximate) -> Tensor",
+    fake=_like_second,
+    reference=lambda grad, x, approximate: aten.gelu_backward(_wide(grad), _wide(x), approximate=approximate).to(x.dtype),
+)
+silu_fwd = Op("silu_fwd(Tensor x) -> Tensor", fake=_like, reference=lambda x: F.silu(_wide(x)).to(x.dtype))
+silu_bwd = Op(
+    "silu_bwd(Tensor grad, Tensor x) -> Tensor",
+    fake=_like_second,
+    reference=lambda grad, x: aten.silu_backward(_wide(grad), _wide(x)).to(x.dtype),
+)
+relu_fwd = Op("relu_fwd(Tensor x) -> Tensor", fake=_like, reference=lambda x: torch.relu(x))
+relu_bwd = Op(
+    "relu_bwd(Tensor grad, Tensor y) -> Tensor",
+    fake=_like_second,
+    reference=lambda grad, y: aten.threshold_backward(grad, y, 0),
+)
+
+
+class _Activation(NamedTuple):
+    fwd: Op
+    bwd: Op
+    arguments: tuple[str, ...]
+    saves_output: bool
+
+
+_GELU = {
+    approximate: _Activation(gelu_fwd, gelu_bwd, (approximate,), saves_output=False) for approximate in ("none", "tanh")
+}
+_SILU = _Activation(silu_fwd, silu_bwd, (), saves_output=False)
+_RELU = _Activation(relu_fwd, relu_bwd, (), saves_output=True)
+
+
+class ActivationFunction(torch.autograd.Function):
+    """Saves its input, or its output where the derivative can be read off it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: _Activation) -> Tensor:
+        ctx.backend = backends.select(x.device.type)
+        ctx.activation = activation
+        y = activation.fwd(ctx.backend, x, *activation.arguments)
+        ctx.save_for_backward(y if activation.saves_output else x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (saved,) = ctx.saved_tensors
+        activation = ctx.activation
+        return activation.bwd(ctx.backend, grad, saved, *activation.arguments), None
+
+    @staticmethod
+    def recompute(ctx: Any) -> Tensor:
+        """The forward's output, bit for bit, from what the node keeps."""
+        (saved,) = ctx.saved_tensors
+        activation = ctx.activation
+        return saved if activation.saves_output else activation.fwd(ctx.backend, saved, *activation.arguments)
+
+
+gelu_fwd.differentiable(lambda x, approximate: ActivationFunction.apply(x, _GELU[approximate]))
+silu_fwd.differentiable(lambda x: ActivationFunction.apply(x, _SILU))
+relu_fwd.differentiable(lambda x: ActivationFunction.apply(x, _RELU))
+
+
+def _cpu_forward(op: int, x: Tensor) -> Tensor:
+    x = resolved(x)
+    y = torch.empty_like(x)
+    view = [] if x.is_contiguous() else elementwise_view(x, y)
+    native.activation_forward(
+        op, code(x), x.data_ptr(), y.data_ptr(), x.numel(), view, torch.get_num_threads()
+    )
+    return y
+
+
+def _cpu_backward(op: int, grad: Tensor, x: Tensor) -> Tensor:
+    grad, x = resolved(grad), resolved(x)
+    dx = torch.empty_like(x)
+    view = [] if grad.is_contiguous() and x.is_contiguous() else elementwise_view(grad, x, dx)
+    native.activation_backward(
+        op, code(x), grad.data_ptr(), x.data_ptr(), dx.data_ptr(), x.numel(), view, torch.get_num_threads()
+    )
+    return dx
+
+
+_GELU_CODES = {"none": 0, "tanh": 1}
+gelu_fwd.kernel("cpu")(lambda x, approximate: _cpu_forward(_GELU_CODES[approximate], x))
+gelu_bwd.kernel("cpu")(lambda grad, x, approximate: _cpu_backward(_GELU_CODES[approximate], grad, x))
+silu_fwd.kernel("cpu")(lambda x: _cpu_forward(2, x))
+silu_bwd.kernel("cpu")(lambda grad, x: _cpu_backward(2, grad, x))
+relu_fwd.kernel("cpu")(lambda x: _cpu_forward(3, x))
+relu_bwd.kernel("cpu")(lambda grad, y: _cpu_backward(3, grad, y))
+
+
+def _apply(input: Tensor, activation: _Activation) -> Tensor:
+    if needs_grad(input):
+        return ActivationFunction.apply(input, activation)
+    return activation.fwd(backends.select(input.device.type), input, *activation.arguments)
+
+
+def _problem(name: str, input: Any) -> str:
+    return f"{name}: expected a floating-point tensor, got {describe('input', input)}; convert it, e.g. input.float()"
+
+
+def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+    """Gaussian error linear unit, as :func:`torch.nn.functional.gelu`; keeps its input only.
+
+    Args:
+        input: any shape; float32, bfloat16, float16 or float64. 16-bit types are computed in float32.
+        approximate: "none": x * cdf(x) of the normal distribution; "tanh": its tanh approximation
+            (Hendrycks & Gimpel, 2016, https://arxiv.org/abs/1606.08415).
+
+    Raises:
+        RuntimeError: another value of `approximate`; an integer input (NotImplementedError, as torch).
+    """
+    activation = _GELU.get(approximate)
+    if activation is None or lowered(input):
+        problem = _problem("gelu", input) if activation else f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}"
+        return by_torch(problem, F.gelu, input, approximate=approximate)
+    return _apply(input, activation)
+
+
+def silu(input: Tensor, inplace: bool = False) -> Tensor:
+    """Sigmoid linear unit x * sigmoid(x), as :func:`torch.nn.functional.silu`; keeps its input only.
+
+    Args:
+        input: any shape; float32, bfloat16, float16 or float64. 16-bit types are computed in float32.
+        inplace: write the result into `input`; autograd then has to keep a copy of it, so this is torch's own function.
+    """
+    if inplace or lowered(input):
+        return by_torch(_problem("silu", input), F.silu, input, inplace=inplace)
+    return _apply(input, _SILU)
+
+
+def relu(input: Tensor, inplace: bool = False) -> Tensor:
+    """max(x, 0), as :func:`torch.nn.functional.relu`; keeps its output only. NaN stays NaN.
+
+    Args:
+        input: any shape; float32, bfloat16, float16 or float64.
+        inplace: write the result into `input`.
+    """
+    if inplace or lowered(input):
+        return by_torch(_problem("relu", input), F.relu, input, inplace=inplace)
+    return _apply(input, _RELU)

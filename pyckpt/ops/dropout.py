@@ -1,0 +1,131 @@
+"""Dropout by Philox4x32-10 (Salmon et al., SC'11).
+
+Saved for backward: nothing but the seed, as an attribute of the node; the mask is generated anew in backward. (A saved tensor
+would make torch.utils.checkpoint run a block to its end to get it back; an attribute does not.) The seed is one int64 drawn
+from torch's generator of the device, so torch.manual_seed and the RNG handling of checkpoint govern it.
+
+Element i in row-major order, whatever the strides, is kept where word i % 4 of the Philox block with counter i // 4 and the seed
+as key is at least p * 2**32. Every backend gives this mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import backends
+from ._native import code, elementwise_view, native, resolved
+from ._registry import Op, by_torch, describe, lowered, needs_grad
+
+_WORD = 0xFFFFFFFF
+
+
+def philox_words(seed: Tensor, count: int) -> Tensor:
+    """The first `count` words of the stream with key `seed` (int64, one element), as int64 in [0, 2**32).
+
+    Products of two 32-bit words wrap in int64; their bits are right all the same, and masking restores the sign-extended half.
+    """
+    counter = torch.arange((count + 3) // 4, dtype=torch.int64, device=seed.device)
+    key = seed.reshape(())
+    k0, k1 = key & _WORD, (key >> 32) & _WORD
+    c0, c1 = counter & _WORD, counter >> 32
+    c2 = c3 = torch.zeros_like(counter)
+    for _ in range(10):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = ((b >> 32) & _WORD) ^ c1 ^ k0, b & _WORD, ((a >> 32) & _WORD) ^ c3 ^ k1, a & _WORD
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return torch.stack([c0, c1, c2, c3], -1).reshape(-1)[:count]
+
+
+def dropout_factors(like: Tensor, seed: Tensor, p: float) -> Tensor:
+    """1 / (1 - p) where an element of a tensor shaped like `like` is kept, 0 where it is dropped."""
+    if p >= 1:
+        return torch.zeros_like(like)
+    kept = philox_words(seed, like.numel()) >= int(p * 2**32)
+    return kept.reshape(like.shape).to(like.dtype) * (1 / (1 - p))
+
+
+def new_seed(device: torch.device) -> Tensor:
+    """A seed of shape (1,), int64, from torch's generator of `device`."""
+    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
+
+
+def _reference(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (wide * dropout_factors(wide, seed, p)).to(x.dtype)
+
+
+def _like(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+# Backward applies the same factors to the gradient: one op serves forward, recompute and every order of derivative.
+dropout_op = Op("dropout(Tensor x, Tensor seed, float p) -> Tensor", fake=_like, reference=_reference)
+
+
+class DropoutFunction(torch.autograd.Function):
+    """Saves no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seed: Tensor, p: float, inplace: bool = False) -> Tensor:
+        ctx.backend = backends.select(x.device.type)
+        ctx.seed, ctx.p = seed, p
+        y = dropout_op(ctx.backend, x, seed, p)
+        if inplace:
+            ctx.mark_dirty(x)
+            return x.copy_(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return dropout_op(ctx.backend, grad, ctx.seed, ctx.p), None, None, None
+
+
+dropout_op.differentiable(lambda x, seed, p: DropoutFunction.apply(x, seed, p))
+
+
+@dropout_op.kernel("cpu")
+def _cpu_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    x = resolved(x)
+    y = torch.empty_like(x)
+    view = [] if x.is_contiguous() else elementwise_view(x, y, ordered=True)
+    threads = torch.get_num_threads()
+    native.dropout(code(x), x.data_ptr(), y.data_ptr(), x.numel(), view, p, seed.data_ptr(), threads)
+    return y
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Zeroes elements with probability `p` and scales the others by 1 / (1 - p), as :func:`torch.nn.functional.dropout`.
+
+    Keeps nothing for backward but a seed of 8 bytes. The random elements differ from torch's for the same manual seed.
+
+    Args:
+        input: any shape; float32, bfloat16, float16 or float64.
+        p: probability, in [0, 1].
+        training: False: returns `input` as it is.
+        inplace: write the result into `input`.
+
+    Raises:
+        ValueError: p outside [0, 1].
+    """
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if not training:
+        return input
+    if lowered(input):
+        if not isinstance(input, Tensor) or not input.is_floating_point():
+            problem = f"dropout: expected a floating-point tensor, got {describe('input', input)}; convert it, e.g. input.float()"
+            return by_torch(problem, F.dropout, input, p, training, inplace)
+        seed = new_seed(input.device)
+        # The compiler gets one opaque op (torch's own random numbers would be another mask); everyone else the expression.
+        y = dropout_op.overload(input, seed, p) if torch.compiler.is_compiling() else _reference(input, seed, p)
+        return input.copy_(y) if inplace else y
+    if p == 0.0:
+        return input if inplace else input.clone() if not needs_grad(input) else input * 1.0
+    seed = new_seed(input.device)
+    if inplace or needs_grad(input):
+        return DropoutFunction.apply(input, seed, p, inplace)
+    return dropout_op(backends.select(input.device.type), input, seed, p)

@@ -1,0 +1,382 @@
+"""LayerNorm (Ba et al., 2016, https://arxiv.org/abs/1607.06450) and RMSNorm (Zhang & Sennrich, 2019,
+https://arxiv.org/abs/1910.07467).
+
+Saved for backward: the input and, per row, float32 statistics (float64 for double): LayerNorm 3 (mean, the part of the mean
+lost to rounding, rstd), RMSNorm 1 (rstd). The output is recomputed from these by the forward's last pass, bit for bit.
+Parameter gradients are summed in a fixed order, in float32 within blocks of rows and float64 across them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import backends
+from ._native import address, as_rows, code, native
+from ._registry import DTYPES, Op, autocast_to_float32, by_torch, describe, lowered, needs_grad, not_differentiable
+
+_LAYER, _RMS = 0, 1
+_STATISTICS = {_LAYER: 3, _RMS: 1}  # numbers a row
+
+
+def _dims(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(range(-len(shape), 0))
+
+
+def _row_count(x: Tensor, shape: Sequence[int]) -> int:
+    return math.prod(x.shape[: x.dim() - len(shape)])
+
+
+def _centred(x: Tensor, dims: tuple[int, ...], kind: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    if kind == _RMS:
+        return x, None, None
+    mean = x.mean(dims, keepdim=True)
+    residual = (x - mean).mean(dims, keepdim=True)  # what rounding took from the mean
+    return (x - mean) - residual, mean, residual
+
+
+def _reference_fwd(kind: int, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
+    dtype, dims = DTYPES[x.dtype][1], _dims(shape)
+    centred, mean, residual = _centred(x.to(dtype), dims, kind)
+    rstd = torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
+    statistics = [rstd] if mean is None or residual is None else [mean, residual, rstd]
+    rows = _row_count(x, shape)
+    y = _affine(centred * rstd, weight, bias, dtype).to(x.dtype)
+    return y, torch.stack([s.reshape(rows) for s in statistics]).detach()
+
+
+def _affine(h: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    h = h if weight is None else h * weight.to(dtype)
+    return h if bias is None else h + bias.to(dtype)
+
+
+def _reference_recompute(
+    kind: int, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, statistics: Tensor
+) -> Tensor:
+    dtype = DTYPES[x.dtype][1]
+    per_row = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
+    parts = [s.reshape(per_row) for s in statistics]
+    h = x.to(dtype) * parts[0] if kind == _RMS else ((x.to(dtype) - parts[0]) - parts[1]) * parts[2]
+    return _affine(h, weight, bias, dtype).to(x.dtype)
+
+
+def _reference_bwd(
+    kind: int,
+    grad: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    statistics: Tensor,
+    eps: float,
+    float32_parameters: bool,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Differentiable: statistics are formed anew from `x`, so that second derivatives see them change."""
+    dtype, dims = DTYPES[x.dtype][1], _dims(shape)
+    rows = tuple(range(x.dim() - len(shape)))
+    g = grad.to(dtype)
+    centred, _, _ = _centred(x.to(dtype), dims, kind)
+    rstd = torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
+    h = centred * rstd
+    dx = dweight = dbias = x.new_empty(0)
+    parameter_dtype = torch.float32 if float32_parameters else x.dtype
+    if wanted[0]:
+        v = g if weight is None else g * weight.to(dtype)
+        level = v.mean(dims, keepdim=True) if kind == _LAYER else 0.0
+        dx = (rstd * (v - level - h * (v * h).mean(dims, keepdim=True))).to(x.dtype)
+    if wanted[1]:
+        dweight = _sum_rows(g * h, rows).to(parameter_dtype)
+    if wanted[2]:
+        dbias = _sum_rows(g, rows).to(parameter_dtype)
+    return dx, dweight, dbias
+
+
+def _sum_rows(t: Tensor, rows: tuple[int, ...]) -> Tensor:
+    return t.sum(rows) if rows else t  # sum(()) would sum over everything
+
+
+def _fake_fwd(kind: int, x: Tensor, shape: Sequence[int], *_: Any) -> tuple[Tensor, Tensor]:
+    return _contiguous_like(x), x.new_empty((_STATISTICS[kind], _row_count(x, shape)), dtype=DTYPES[x.dtype][1])
+
+
+def _contiguous_like(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _fake_bwd(
+    x: Tensor, shape: Sequence[int], float32_parameters: bool, wanted: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dweight and dbias to be filled; of size 0 where not wanted."""
+    dtype = torch.float32 if float32_parameters else x.dtype
+    dx = _contiguous_like(x) if wanted[0] else x.new_empty(0)
+    dweight, dbias = (x.new_empty(shape if want else 0, dtype=dtype) for want in wanted[1:])
+    return dx, dweight, dbias
+
+
+def _cpu_write(
+    kind: int,
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    y: Tensor,
+    statistics: Tensor,
+    recompute: bool,
+) -> None:
+    rows_of_x, view = as_rows(x, len(shape))
+    weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
+    parameter = x if weight is None and bias is None else weight if weight is not None else bias
+    native.norm_forward(
+        kind, code(x), code(parameter), _row_count(x, shape), math.prod(shape), eps, rows_of_x.data_ptr(), view,
+        address(weight), address(bias), y.data_ptr(), statistics.data_ptr(), recompute, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _cpu_fwd(
+    kind: int, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    y, statistics = _fake_fwd(kind, x, shape)
+    _cpu_write(kind, x, shape, weight, bias, eps, y, statistics, False)
+    return y, statistics
+
+
+def _cpu_recompute(
+    kind: int, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, statistics: Tensor
+) -> Tensor:
+    y = _contiguous_like(x)
+    _cpu_write(kind, x, shape, weight, bias, 0.0, y, statistics, True)
+    return y
+
+
+def _cpu_bwd(
+    kind: int,
+    grad: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    statistics: Tensor,
+    eps: float,
+    float32_parameters: bool,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dweight, dbias = _fake_bwd(x, shape, float32_parameters, wanted)
+    rows_of_x, view = as_rows(x, len(shape))
+    rows_of_grad, grad_view = as_rows(grad, len(shape))
+    weight = None if weight is None else weight.contiguous()
+    rows, columns = _row_count(x, shape), math.prod(shape)
+    # Blocks depend on the number of rows alone, so that sums do not depend on the number of threads.
+    blocks = max(1, min(128, rows // 32))
+    sums = x.new_empty((blocks, 2, columns), dtype=statistics.dtype) if wanted[1] or wanted[2] else None
+    native.norm_backward(
+        kind, code(x), code(dweight), rows, columns, rows_of_x.data_ptr(), view, address(weight),
+        rows_of_grad.data_ptr(), grad_view, statistics.data_ptr(), dx.data_ptr() if wanted[0] else 0,
+        dweight.data_ptr() if wanted[1] else 0, dbias.data_ptr() if wanted[2] else 0, address(sums), blocks,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return dx, dweight, dbias
+
+
+class _Norm:
+    """The three ops of one norm. Only LayerNorm has a bias, in its schemas too."""
+
+    def __init__(self, name: str, kind: int) -> None:
+        self.kind = kind
+        bias = "Tensor? bias, " if kind == _LAYER else ""
+        inputs = "Tensor x, SymInt[] normalized_shape, Tensor? weight, "
+        self.fwd = Op(
+            f"{name}_fwd({inputs}{bias}float eps) -> (Tensor, Tensor)",
+            fake=partial(_fake_fwd, kind),
+            reference=self._with_bias(_reference_fwd),
+        )
+        self.bwd = Op(
+            f"{name}_bwd(Tensor grad, {inputs}Tensor statistics, float eps, bool float32_parameters, bool[] wanted)"
+            " -> (Tensor, Tensor, Tensor)",
+            fake=lambda grad, x, shape, weight, statistics, eps, float32_parameters, wanted: _fake_bwd(
+                x, shape, float32_parameters, wanted
+            ),
+            reference=partial(_reference_bwd, kind),
+        )
+        self.recompute = Op(
+            f"{name}_recompute({inputs}{bias}Tensor statistics) -> Tensor",
+            fake=_contiguous_like,
+            reference=self._with_bias(_reference_recompute),
+        )
+        self.fwd.kernel("cpu")(self._with_bias(_cpu_fwd))
+        self.bwd.kernel("cpu")(partial(_cpu_bwd, kind))
+        self.recompute.kernel("cpu")(self._with_bias(_cpu_recompute))
+        self.fwd.differentiable(self._apply)
+        self.recompute.differentiable(partial(not_differentiable, self.recompute.name, f"{name}_fwd"))
+
+    def _with_bias(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if self.kind == _LAYER:
+            return partial(function, self.kind)
+        return lambda x, shape, weight, *rest: function(self.kind, x, shape, weight, None, *rest)
+
+    def _apply(self, x: Tensor, shape: Sequence[int], weight: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+        bias, eps = rest if self.kind == _LAYER else (None, *rest)
+        return NormFunction.apply(x, weight, bias, tuple(shape), eps, self)
+
+    def arguments(self, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None) -> tuple[Any, ...]:
+        """The leading arguments of fwd and recompute."""
+        return (x, shape, weight, bias) if self.kind == _LAYER else (x, shape, weight)
+
+
+class NormFunction(torch.autograd.Function):
+    """Returns (y, statistics). Saves x, the parameters and the statistics; nothing if only the bias needs a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        shape: tuple[int, ...],
+        eps: float,
+        norm: _Norm,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.backend = backends.select(x.device.type)
+        ctx.norm, ctx.shape, ctx.eps = norm, shape, eps
+        y, statistics = norm.fwd(ctx.backend, *norm.arguments(x, shape, weight, bias), eps)
+        ctx.mark_non_differentiable(statistics)
+        ctx.set_materialize_grads(False)
+        parameter = weight if weight is not None else bias
+        ctx.float32_parameters = parameter is not None and parameter.dtype == torch.float32
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            ctx.save_for_backward(x, weight, bias, statistics)
+        return y, statistics
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:  # type: ignore[override]
+        if grad is None:
+            return None, None, None, None, None, None
+        wanted = list(ctx.needs_input_grad[:3])
+        if wanted[0] or wanted[1]:
+            x, weight, _, statistics = ctx.saved_tensors
+        else:  # the bias's gradient is a sum over grad alone: anything serves as x
+            x, weight, statistics = grad, None, torch.zeros(
+                (_STATISTICS[ctx.norm.kind], _row_count(grad, ctx.shape)), dtype=DTYPES[grad.dtype][1], device=grad.device
+            )
+        gradients = ctx.norm.bwd(
+            ctx.backend, grad, x, ctx.shape, weight, statistics, ctx.eps, ctx.float32_parameters, wanted
+        )
+        dx, dweight, dbias = (g if want else None for g, want in zip(gradients, wanted, strict=True))
+        return dx, dweight, dbias, None, None, None
+
+    @staticmethod
+    def recompute(ctx: Any) -> Tensor:
+        """The forward's output, bit for bit, from what the node keeps."""
+        x, weight, bias, statistics = ctx.saved_tensors
+        return ctx.norm.recompute(ctx.backend, *ctx.norm.arguments(x, ctx.shape, weight, bias), statistics)
+
+
+_layer_norm, _rms_norm = _Norm("layer_norm", _LAYER), _Norm("rms_norm", _RMS)
+
+
+def _problem(name: str, x: Tensor, shape: tuple[int, ...], parameters: dict[str, Tensor | None]) -> str:
+    """What is wrong with arguments that are not served; empty if nothing is."""
+    if not shape or x.shape[-len(shape) :] != shape:
+        return (
+            f"{name}: normalized_shape {list(shape)} must be the last dimensions of {describe('input', x)}; pass "
+            "normalized_shape=input.shape[-1:] to normalise the last dimension"
+        )
+    given = {key: p for key, p in parameters.items() if p is not None}
+    for key, p in given.items():
+        if type(p) not in (Tensor, torch.nn.Parameter) or p.layout is not torch.strided:
+            return f"{name}: {key} is a {type(p).__name__}, not a plain tensor"
+        if p.shape != shape:
+            return f"{name}: {describe(key, p)} must have the shape of normalized_shape {list(shape)}"
+        if p.device != x.device:
+            return f"{name}: {describe(key, p)} must be on the device of {describe('input', x)}; move one with .to()"
+        allowed = {x.dtype, torch.float32} if x.dtype.itemsize == 2 else {x.dtype}
+        if p.dtype not in allowed or p.dtype != next(iter(given.values())).dtype:
+            kinds = " or ".join(sorted(str(d).removeprefix("torch.") for d in allowed))
+            return f"{name}: {describe(key, p)} must be {kinds} for {describe('input', x)}, all parameters alike"
+    return ""
+
+
+def _normalise(
+    norm: _Norm, input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    if needs_grad(input, weight, bias):
+        return NormFunction.apply(input, weight, bias, shape, eps, norm)[0]
+    return norm.fwd(backends.select(input.device.type), *norm.arguments(input, shape, weight, bias), eps)[0]
+
+
+def _check_eps(name: str, eps: float | None) -> None:
+    if eps is not None and eps < 0:
+        raise ValueError(f"{name}: eps must not be negative, got {eps}: the square root of a negative number is NaN")
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Layer normalisation, as :func:`torch.nn.functional.layer_norm`.
+
+    Keeps the input and three float32 numbers per row (three float64 for double) for backward.
+
+    Args:
+        input: shape (..., *normalized_shape); float32, bfloat16, float16 or float64.
+        normalized_shape: the dimensions to normalise over, as a sequence of ints.
+        weight, bias: shape `normalized_shape`, of the input's dtype, or float32 beside a 16-bit input.
+        eps: added to the variance.
+
+    Returns:
+        A contiguous tensor of the input's shape and dtype. Sums are float32 (float64 for double) whatever the dtype.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices that do not fit.
+        ValueError: negative eps.
+    """
+    _check_eps("layer_norm", eps)
+    if lowered(input):
+        problem = f"layer_norm: expected a floating-point tensor, got {describe('input', input)}; convert it, e.g. input.float()"
+        return by_torch(problem, F.layer_norm, input, normalized_shape, weight, bias, eps)
+    input, weight, bias = autocast_to_float32(input, weight, bias)  # type: ignore[assignment]
+    shape = tuple(normalized_shape) if not isinstance(normalized_shape, int) else ()
+    if problem := _problem("layer_norm", input, shape, {"weight": weight, "bias": bias}):
+        return by_torch(problem, F.layer_norm, input, normalized_shape, weight, bias, eps)
+    return _normalise(_layer_norm, input, shape, weight, bias, eps)
+
+
+def rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Root-mean-square normalisation, as :func:`torch.nn.functional.rms_norm`.
+
+    Keeps the input and one float32 number per row (float64 for double) for backward.
+
+    Args:
+        input: shape (..., *normalized_shape); float32, bfloat16, float16 or float64.
+        normalized_shape: the dimensions to normalise over, as a sequence of ints.
+        weight: shape `normalized_shape`, of the input's dtype, or float32 beside a 16-bit input.
+        eps: added to the mean square; None: the machine epsilon of the arithmetic, as torch (float32's for 16-bit inputs).
+
+    Returns:
+        A contiguous tensor of the input's shape and dtype.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices that do not fit.
+        ValueError: negative eps.
+    """
+    _check_eps("rms_norm", eps)
+    if lowered(input):
+        problem = f"rms_norm: expected a floating-point tensor, got {describe('input', input)}; convert it, e.g. input.float()"
+        return by_torch(problem, F.rms_norm, input, normalized_shape, weight, eps)
+    input, weight = autocast_to_float32(input, weight)  # type: ignore[assignment]
+    shape = tuple(normalized_shape) if not isinstance(normalized_shape, int) else ()
+    if problem := _problem("rms_norm", input, shape, {"weight": weight}):
+        return by_torch(problem, F.rms_norm, input, normalized_shape, weight, eps)
+    if eps is None:
+        eps = torch.finfo(DTYPES[input.dtype][1]).eps
+    return _normalise(_rms_norm, input, shape, weight, None, eps)

@@ -1,0 +1,391 @@
+"""Softmax of scale * x + mask over the last dimension, with causal limit and dropout, in one pass.
+
+Saved for backward: without dropout the output, as torch (a matrix product that follows keeps it anyway); with dropout the
+input and two float32 numbers a row (maximum and 1 / sum), from which backward, and the recompute of the output, form the
+probabilities again. Neither the mask of dropout nor the scaled or masked scores are stored.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import backends
+from ._native import address, code, columns_adjacent, flat, native
+from ._registry import DTYPES, Op, autocast_to_float32, by_torch, describe, lowered, needs_grad, not_differentiable
+from .dropout import dropout, dropout_factors, new_seed
+
+_MINUS_INFINITY = float("-inf")
+
+
+def _scores(x: Tensor, mask: Tensor | None, scale: float, causal: int | None) -> tuple[Tensor, Tensor | None]:
+    """Masked scores in the arithmetic's dtype (-inf where masked), and where a row is kept at all (None: everywhere)."""
+    scores = x.to(DTYPES[x.dtype][1]) * scale
+    keep = None
+    if mask is not None and mask.dtype == torch.bool:
+        keep = mask
+    elif mask is not None:
+        keep = mask != _MINUS_INFINITY
+        scores = scores + mask.to(scores.dtype).masked_fill(~keep, 0.0)
+    if causal is not None:
+        visible = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril(causal)
+        keep = visible if keep is None else keep & visible
+    if keep is None:
+        return scores, None
+    keep = keep.expand(x.shape)
+    return scores.masked_fill(~keep, _MINUS_INFINITY), keep.any(-1, keepdim=True)
+
+
+def _probabilities(x: Tensor, mask: Tensor | None, scale: float, causal: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities in the arithmetic's dtype, and the statistics: per row the maximum and 1 / sum (0 where nothing is kept)."""
+    scores, kept = _scores(x, mask, scale, causal)
+    if kept is not None:
+        scores = scores.masked_fill(~kept, 0.0)
+    if not x.shape[-1]:
+        empty = scores.new_empty((*x.shape[:-1], 1))
+        return scores, empty, empty
+    p = torch.softmax(scores, -1)
+    top = scores.amax(-1, keepdim=True)
+    inverse = 1 / (scores - top).exp().sum(-1, keepdim=True)
+    if kept is not None:
+        p, inverse = p.masked_fill(~kept, 0.0), inverse.masked_fill(~kept, 0.0)
+    return p, top.detach(), inverse.detach()
+
+
+def _expression(
+    x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float, seed: Tensor | None
+) -> Tensor:
+    p = _probabilities(x, mask, scale, causal)[0]
+    return (p if seed is None else p * dropout_factors(p, seed, dropout_p)).to(x.dtype)
+
+
+def _statistics_shape(x: Tensor) -> tuple[int, int]:
+    return 2, math.prod(x.shape[:-1])
+
+
+def _reference_fwd(
+    x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    p, top, inverse = _probabilities(x, mask, scale, causal)
+    y = (p if seed is None else p * dropout_factors(p, seed, dropout_p)).to(x.dtype)
+    return y, torch.stack([top, inverse]).reshape(_statistics_shape(x))
+
+
+def _reference_recompute(
+    x: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: int | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    statistics: Tensor,
+) -> Tensor:
+    return _expression(x, mask, scale, causal, dropout_p, seed)
+
+
+def _masked_product(p: Tensor, g: Tensor) -> Tensor:
+    """p * g, and 0 where p is 0: the gradient behind a mask may be NaN."""
+    return (p * g).masked_fill(p == 0, 0.0)
+
+
+def _reference_bwd(grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor:
+    dtype = DTYPES[y.dtype][1]
+    p, g = y.to(dtype), grad.to(dtype)
+    product = _masked_product if masked else torch.mul
+    return (product(p, g - product(p, g).sum(-1, keepdim=True)) * scale).to(y.dtype)
+
+
+def _reference_dropout_bwd(
+    grad: Tensor,
+    x: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: int | None,
+    dropout_p: float,
+    seed: Tensor,
+    statistics: Tensor,
+    grad_scale: float,
+) -> Tensor:
+    """Differentiable: probabilities are formed anew from `x`."""
+    p = _probabilities(x, mask, scale, causal)[0]
+    g = grad.to(p.dtype) * dropout_factors(p, seed, dropout_p)
+    product = torch.mul if mask is None and causal is None else _masked_product
+    return (product(p, g - product(p, g).sum(-1, keepdim=True)) * grad_scale).to(x.dtype)
+
+
+def _contiguous_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _fake_fwd(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _contiguous_like(x), x.new_empty(_statistics_shape(x), dtype=DTYPES[x.dtype][1])
+
+
+_ARGUMENTS = "Tensor x, Tensor? mask, float scale, SymInt? causal, float dropout_p, Tensor? seed"
+softmax_fwd = Op(f"softmax_fwd({_ARGUMENTS}) -> (Tensor, Tensor)", fake=_fake_fwd, reference=_reference_fwd)
+softmax_recompute = Op(
+    f"softmax_recompute({_ARGUMENTS}, Tensor statistics) -> Tensor",
+    fake=lambda x, *_: _contiguous_like(x),
+    reference=_reference_recompute,
+)
+softmax_recompute.differentiable(lambda *a: not_differentiable("softmax_recompute", "softmax_fwd", *a))
+softmax_bwd = Op(
+    "softmax_bwd(Tensor grad, Tensor y, bool masked, float scale) -> Tensor",
+    fake=lambda grad, y, *_: _contiguous_like(y),
+    reference=_reference_bwd,
+)
+softmax_dropout_bwd = Op(
+    f"softmax_dropout_bwd(Tensor grad, {_ARGUMENTS}, Tensor statistics, float grad_scale) -> Tensor",
+    fake=lambda grad, x, *_: _contiguous_like(x),
+    reference=_reference_dropout_bwd,
+)
+
+
+class SoftmaxFunction(torch.autograd.Function):
+    """Returns (y, statistics). Saves y; with dropout x, the mask and the statistics (the seed is an attribute)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        causal: int | None,
+        dropout_p: float,
+        seed: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.backend = backends.select(x.device.type)
+        ctx.scale, ctx.causal, ctx.dropout_p, ctx.seed = scale, causal, dropout_p, seed
+        ctx.masked = mask is not None or causal is not None
+        ctx.mask_shape = None if mask is None else mask.shape
+        y, statistics = softmax_fwd(ctx.backend, x, mask, scale, causal, dropout_p, seed)
+        ctx.mark_non_differentiable(statistics)
+        ctx.set_materialize_grads(False)
+        if seed is None:
+            ctx.save_for_backward(y)
+        else:
+            ctx.save_for_backward(x, mask, statistics)
+        return y, statistics
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:  # type: ignore[override]
+        if grad is None:
+            return None, None, None, None, None, None
+        # An additive mask's gradient is that of the scores: the one of x before its scale.
+        wants_mask = ctx.needs_input_grad[1]
+        grad_scale = 1.0 if wants_mask else ctx.scale
+        if ctx.seed is None:
+            dx = softmax_bwd(ctx.backend, grad, ctx.saved_tensors[0], ctx.masked, grad_scale)
+        else:
+            x, mask, statistics = ctx.saved_tensors
+            dx = softmax_dropout_bwd(
+                ctx.backend, grad, x, mask, ctx.scale, ctx.causal, ctx.dropout_p, ctx.seed, statistics, grad_scale
+            )
+        if not wants_mask:
+            return dx, None, None, None, None, None
+        return dx * ctx.scale, dx.sum_to_size(ctx.mask_shape), None, None, None, None
+
+    @staticmethod
+    def recompute(ctx: Any) -> Tensor:
+        """The forward's output, bit for bit, from what the node keeps."""
+        if ctx.seed is None:
+            return ctx.saved_tensors[0]
+        x, mask, statistics = ctx.saved_tensors
+        return softmax_recompute(ctx.backend, x, mask, ctx.scale, ctx.causal, ctx.dropout_p, ctx.seed, statistics)
+
+
+softmax_fwd.differentiable(SoftmaxFunction.apply)
+
+
+def _cpu_arguments(
+    x: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: int | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    grad: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """The leading arguments of both native launchers, for tensors with adjacent columns that the caller keeps alive."""
+    leading = x.dim() - 1
+    kind, steps = 0, (0,) * x.dim()
+    if mask is not None:
+        kind = 1 if mask.dtype == torch.bool else 2
+        steps = mask.expand(x.shape).stride()
+    rows = flat(x.shape[:-1], x.stride()[:-1], steps[:-1], grad.stride()[:-1] if grad is not None else ())
+    return (
+        code(x), x.data_ptr(), rows, leading, x.shape[-1], scale, kind, address(mask), steps[-1],
+        causal or 0, causal is not None, dropout_p if seed is not None else 0.0, address(seed),
+    )  # fmt: skip
+
+
+@softmax_fwd.kernel("cpu")
+def _cpu_fwd(
+    x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    y, statistics = _fake_fwd(x)
+    x = columns_adjacent(x)
+    arguments = _cpu_arguments(x, mask, scale, causal, dropout_p, seed)
+    native.softmax_forward(*arguments, y.data_ptr(), statistics.data_ptr(), False, torch.get_num_threads())
+    return y, statistics
+
+
+@softmax_recompute.kernel("cpu")
+def _cpu_recompute(
+    x: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: int | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    statistics: Tensor,
+) -> Tensor:
+    y = _contiguous_like(x)
+    x = columns_adjacent(x)
+    arguments = _cpu_arguments(x, mask, scale, causal, dropout_p, seed)
+    native.softmax_forward(*arguments, y.data_ptr(), statistics.data_ptr(), True, torch.get_num_threads())
+    return y
+
+
+@softmax_bwd.kernel("cpu")
+def _cpu_bwd(grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor:
+    dx, grad = _contiguous_like(y), columns_adjacent(grad)
+    arguments = _cpu_arguments(y, None, scale, None, 0.0, None, grad)
+    native.softmax_backward(
+        *arguments, grad.data_ptr(), y.data_ptr(), 0, dx.data_ptr(), scale, masked, torch.get_num_threads()
+    )
+    return dx
+
+
+@softmax_dropout_bwd.kernel("cpu")
+def _cpu_dropout_bwd(
+    grad: Tensor,
+    x: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: int | None,
+    dropout_p: float,
+    seed: Tensor,
+    statistics: Tensor,
+    grad_scale: float,
+) -> Tensor:
+    dx, x, grad = _contiguous_like(x), columns_adjacent(x), columns_adjacent(grad)
+    arguments = _cpu_arguments(x, mask, scale, causal, dropout_p, seed, grad)
+    masked = mask is not None or causal is not None
+    native.softmax_backward(
+        *arguments, grad.data_ptr(), 0, statistics.data_ptr(), dx.data_ptr(), grad_scale, masked, torch.get_num_threads()
+    )
+    return dx
+
+
+def _check_options(input: Tensor, dim: int, is_causal: bool, causal_alignment: str, dropout_p: float) -> None:
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"softmax: dropout_p has to be between 0 and 1, but got {dropout_p}")
+    if causal_alignment not in ("top_left", "bottom_right"):
+        raise ValueError(f"softmax: causal_alignment must be 'top_left' or 'bottom_right', got {causal_alignment!r}")
+    if is_causal and (input.dim() < 2 or dim not in (-1, input.dim() - 1)):
+        raise ValueError(
+            f"softmax: is_causal needs queries and keys as the last two dimensions and dim=-1, got dim={dim} for "
+            f"{describe('input', input)}"
+        )
+
+
+def _check_mask(mask: Tensor, input: Tensor) -> None:
+    if mask.dtype not in (torch.bool, input.dtype):
+        raise RuntimeError(
+            f"softmax: {describe('mask', mask)} must be boolean (True = keep) or additive in the dtype of "
+            f"{describe('input', input)}; convert it, e.g. mask.to(input.dtype)"
+        )
+    if mask.device != input.device:
+        raise RuntimeError(
+            f"softmax: {describe('mask', mask)} must be on the device of {describe('input', input)}; move it with .to()"
+        )
+    try:
+        mask.expand(input.shape)
+    except RuntimeError:
+        raise RuntimeError(
+            f"softmax: {describe('mask', mask)} cannot be broadcast to {describe('input', input)}; give every dimension "
+            "the input's size or 1, e.g. with mask.unsqueeze()"
+        ) from None
+
+
+def softmax(
+    input: Tensor,
+    dim: int | None = -1,
+    dtype: torch.dtype | None = None,
+    *,
+    mask: Tensor | None = None,
+    scale: float = 1.0,
+    is_causal: bool = False,
+    causal_alignment: str = "top_left",
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """Softmax of ``scale * input + mask`` along `dim`, as :func:`torch.nn.functional.softmax` with what attention adds to it.
+
+    Keeps the output for backward; with dropout the input and two float32 numbers per row instead.
+
+    Args:
+        input: any shape; float32, bfloat16, float16 or float64. 16-bit types are computed in float32.
+        dim: dimension whose sums are 1; None: torch's deprecated implicit choice.
+        dtype: convert the input to this dtype first.
+        mask: broadcastable to `input`; boolean (True = keep) or additive, of the input's dtype. A row with nothing kept (all
+            False, or all -inf) gives zeros and zero gradients. What is masked is not looked at and may hold NaN. An additive
+            mask that requires grad receives its gradient.
+        scale: factor on the input.
+        is_causal: query i (dimension -2) sees keys (dimension -1) up to i.
+        causal_alignment: "top_left", as torch's is_causal, or "bottom_right": the last query sees every key.
+        dropout_p: probability of dropping an element of the result; see :func:`pyckpt.functional.dropout`. Unlike
+            nn.Dropout this has no training flag: pass 0 in evaluation.
+
+    Returns:
+        A tensor of the input's shape, of its dtype or `dtype`.
+
+    Raises:
+        RuntimeError: a mask that does not fit; an integer input without `dtype` (NotImplementedError, as torch).
+        IndexError: `dim` out of range.
+        ValueError: dropout_p outside [0, 1], an unknown causal_alignment, is_causal with another `dim`.
+    """
+    plain = mask is None and scale == 1.0 and not is_causal and dropout_p == 0.0
+    if not isinstance(input, Tensor) or (plain and lowered(input)):
+        problem = f"softmax: expected a floating-point tensor, got {describe('input', input)}; convert it or pass dtype"
+        return by_torch(problem, F.softmax, input, dim=dim, dtype=dtype)
+    if dim is None:
+        dim = F._get_softmax_dim("softmax", input.dim(), 3)
+    _check_options(input, dim, is_causal, causal_alignment, dropout_p)
+    if not -max(1, input.dim()) <= dim < max(1, input.dim()):
+        raise IndexError(f"softmax: dim={dim} is out of range for {describe('input', input)}")
+    if dtype is not None:
+        input = input.to(dtype)
+    (input,) = autocast_to_float32(input)  # type: ignore[assignment]
+    if input.dtype not in DTYPES:
+        raise NotImplementedError(
+            f"softmax: expected a floating-point tensor, got {describe('input', input)}; convert it or pass dtype"
+        )
+    if mask is not None:
+        _check_mask(mask, input)
+    if input.dim() == 0:
+        shaped = None if mask is None else mask.reshape(1)
+        return softmax(input.reshape(1), mask=shaped, scale=scale, dropout_p=dropout_p).reshape(())
+    if dim not in (-1, input.dim() - 1):
+        moved = None if mask is None else mask.expand(input.shape).movedim(dim, -1)
+        y = softmax(input.movedim(dim, -1), mask=moved, scale=scale).movedim(-1, dim)
+        return dropout(y, dropout_p) if dropout_p else y
+    causal = None
+    if is_causal:
+        causal = 0 if causal_alignment == "top_left" else input.shape[-1] - input.shape[-2]
+    return _softmax(input, mask, float(scale), causal, dropout_p)
+
+
+def _softmax(x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float) -> Tensor:
+    seed = new_seed(x.device) if dropout_p > 0 else None
+    if lowered(x) or (mask is not None and type(mask) not in (Tensor, torch.nn.Parameter)):
+        if seed is not None and torch.compiler.is_compiling():  # as for dropout: one opaque op, so that masks stay equal
+            return softmax_fwd.overload(x, mask, scale, causal, dropout_p, seed)[0]
+        return _expression(x, mask, scale, causal, dropout_p, seed)
+    if needs_grad(x, mask):
+        return SoftmaxFunction.apply(x, mask, scale, causal, dropout_p, seed)[0]
+    return softmax_fwd(backends.select(x.device.type), x, mask, scale, causal, dropout_p, seed)[0]

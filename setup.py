@@ -1,0 +1,107 @@
+"""Builds pyckpt._C with CMake and Ninja. Metadata is in pyproject.toml.
+
+Environment: CXX (the compiler). Without any working C++ compiler the package installs all the same, records the fact, and
+runs on its reference backend; a compile that fails for another reason fails the install.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+NO_COMPILER = "_no_compiler.txt"
+
+
+def find_compiler() -> tuple[str | None, str]:
+    """The C++ compiler CMake would use, if it can compile an empty program, and why not otherwise."""
+    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    reasons = []
+    for candidate in candidates:
+        command = candidate.split()
+        path = shutil.which(command[0])
+        if path is None:
+            reasons.append(f"{candidate}: not found")
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder, "empty.cpp")
+            source.write_text("int main() { return 0; }\n")
+            result = subprocess.run(
+                [path, *command[1:], str(source), "-o", str(source.with_suffix(""))], capture_output=True, text=True
+            )
+            if result.returncode == 0 and source.with_suffix("").exists():
+                return candidate, ""
+        reasons.append(f"{candidate}: cannot compile an empty program ({result.stderr.strip() or result.returncode})")
+    return None, "; ".join(reasons)
+
+
+class CMakeBuild(build_ext):
+    """Configures and builds csrc/, leaving the module where setuptools expects it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        package = target.parent
+        package.mkdir(parents=True, exist_ok=True)
+        marker = package / NO_COMPILER
+        marker.unlink(missing_ok=True)
+        compiler, reason = find_compiler()
+        if compiler is None:
+            target.unlink(missing_ok=True)
+            marker.write_text(reason + "\n")
+            print(
+                f"pyckpt: no C++ compiler ({reason}). Installing without native kernels: the reference backend will "
+                "be used. Install g++ or clang++ and reinstall for the fast one.",
+                file=sys.stderr,
+            )
+            return
+
+        import pybind11
+
+        build = Path(self.build_temp).resolve()
+        build.mkdir(parents=True, exist_ok=True)
+        subprocess.run(
+            [
+                "cmake",
+                "-G",
+                "Ninja",
+                str(ROOT / "csrc"),
+                f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
+                f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package}",
+                f"-DPython_EXECUTABLE={sys.executable}",
+                f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+                f"-DPYCKPT_VERSION={self.distribution.get_version()}",
+                f"-DPYCKPT_SANITIZE={os.environ.get('PYCKPT_SANITIZE', '')}",
+            ],
+            cwd=build,
+            check=True,
+        )
+        subprocess.run(["cmake", "--build", str(build)], check=True)
+        if not target.exists():
+            raise RuntimeError(f"the build ended without {target}")
+
+    def get_outputs(self) -> list[str]:
+        # Either the module or the record of why there is none; both must reach the wheel.
+        return [path for output in super().get_outputs() for path in self._built(Path(output))]
+
+    def _built(self, module: Path) -> list[str]:
+        return [str(path) for path in (module, module.parent / NO_COMPILER) if path.exists()]
+
+    def copy_extensions_to_source(self) -> None:
+        """For editable installs: the module is built into the checkout's package directory."""
+        package = ROOT / "pyckpt"
+        for ext in self.extensions:
+            built = Path(self.get_ext_fullpath(ext.name)).resolve()
+            if built.parent == package:
+                continue
+            for path in (built, built.parent / NO_COMPILER):
+                (package / path.name).unlink(missing_ok=True)
+                if path.exists():
+                    shutil.copy2(path, package / path.name)
+
+
+setup(ext_modules=[Extension("pyckpt._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
