@@ -120,10 +120,11 @@ void softmax_forward(int dtype, Address x, const Integers& rows, int64_t dims, i
 void softmax_backward(int dtype, Address x, const Integers& rows, int64_t dims, int64_t columns, double scale, int mask_kind,
                       Address mask, int64_t mask_step, int64_t causal_offset, bool causal, double dropout_p, Address seed,
                       Address grad, Address y, Address statistics, Address dx, double grad_scale, bool masked, int threads) {
+  const SoftmaxGradients gradients{pointer(grad), rows.data() + 3 * dims, pointer(y), pointer(statistics), pointer(dx), grad_scale,
+                                   masked};
   active->kernels->softmax_backward(softmax_arguments(dtype, x, rows, dims, columns, scale, mask_kind, mask, mask_step,
                                                       causal_offset, causal, dropout_p, seed),
-                                    pointer(grad), rows.data() + 3 * dims, pointer(y), pointer(statistics), pointer(dx), grad_scale,
-                                    masked, threads);
+                                    gradients, threads);
 }
 
 py::dict build_info() {

@@ -211,7 +211,7 @@ def _prove(module: nn.Module) -> _Proof | str:
     cls = type(module)
     try:
         if module._parameters or module._buffers or module._modules:
-            raise _Unprovable(f"{describe(cls)} has parameters, buffers or submodules")
+            raise _Unprovable(f"{describe(cls)} has parameters, buffers or submodules: no plain activation")
         if "forward" in vars(module):
             raise _Unprovable("has a forward of its own, set on the instance")
         options = {name: value for name, value in vars(module).items() if name not in _MODULE_STATE}
@@ -319,7 +319,7 @@ def _record(module: nn.Module) -> None:
     """Run forward on a stand-in that records what is done to it; refuse all but elementwise functions of it.
 
     This is what sample points alone could not show: no branch on values, shapes, dtypes or devices, no cast,
-    no collective, no random number and no autograd function with a derivative of its own gets past it.
+    no collective and no random number gets past it.
     """
     graph = torch.fx.Graph()
     name = describe(type(module))
@@ -346,6 +346,16 @@ def _probe() -> tuple[Tensor, Tensor]:
     return torch.cat([middle, tiny, -tiny, tails[:3], -tails[:3]]), torch.cat([tails[3:], -tails[3:]])
 
 
+def _refuse_custom_derivatives(y: Tensor, name: str) -> None:
+    """Refuse a result with a torch.autograd.Function in its graph: it may do anything in backward."""
+    nodes = [y.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            raise _Unprovable(f"{name} has a derivative of its own ({type(node).__name__})")
+        nodes += [] if node is None else [following for following, _ in node.next_functions]
+
+
 def _deviation(module: nn.Module, function: Callable[[Tensor], Tensor], target: Target) -> _Proof:
     """How far the module is from ``function``; raises if it writes to its input."""
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
@@ -355,6 +365,7 @@ def _deviation(module: nn.Module, function: Callable[[Tensor], Tensor], target: 
             leaf = points.clone().requires_grad_()
             x = leaf * 1.0  # not a leaf, so that a write in place would go through and be seen
             y = call(x)
+            _refuse_custom_derivatives(y, describe(type(module)))  # before any is run
             if not torch.equal(x, points):
                 raise _Unprovable(f"{describe(type(module))} writes to its input")
             runs.append((y.detach(), *torch.autograd.grad(y.sum(), leaf)))

@@ -6,15 +6,8 @@
 namespace pyckpt {
 namespace PYCKPT_ISA {
 
-struct Relu {  // keeps NaN; backward may be given the output in place of x, their signs agree
-  template <class F>
-  PYCKPT_HD F forward(F x) {
-    return x < F(0) ? F(0) : x;
-  }
-};
-
 template <class Body>
-static void with_activation(int op, Body&& body) {
+static void with_activation(int op, const Body& body) {
   switch (op) {
     case kGeluErf: return body(GeluErf{});
     case kGeluTanh: return body(GeluTanh{});
@@ -23,23 +16,15 @@ static void with_activation(int op, Body&& body) {
   }
 }
 
-template <class Op, class F>
-PYCKPT_HD F chain(Op, F grad, F x) {
-  return grad * Op::derivative(x);
-}
-template <class F>
-PYCKPT_HD F chain(Relu, F grad, F x) {
-  return x <= F(0) ? F(0) : grad;
-}
-
 void activation_forward(int op, int dtype, const void* x, void* y, int64_t n, const StridedView* view, int threads) {
-  with_dtype(dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    with_activation(op, [&](auto act) {
-      using Op = decltype(act);
-      map_unary(view, n, static_cast<const T*>(x), static_cast<T*>(y), threads, [](int64_t, int64_t count, const T* in, T* out) {
+  with_arithmetic(dtype, [&](auto type) {
+    using F = typename decltype(type)::type;
+    with_activation(op, [&](auto activation) {
+      using Op = decltype(activation);
+      map_elements<F, 1>(dtype, view, n, {x}, y, threads, [](int64_t, int64_t count, const F* const* in, F* out) {
+        const F* values = in[0];
 #pragma omp simd
-        for (int64_t i = 0; i < count; ++i) store(out + i, Op::forward(load(in + i)));
+        for (int64_t i = 0; i < count; ++i) out[i] = Op::forward(values[i]);
       });
     });
   });
@@ -47,14 +32,15 @@ void activation_forward(int op, int dtype, const void* x, void* y, int64_t n, co
 
 void activation_backward(int op, int dtype, const void* grad, const void* x, void* dx, int64_t n, const StridedView* view,
                          int threads) {
-  with_dtype(dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    with_activation(op, [&](auto act) {
-      map_binary(view, n, static_cast<const T*>(grad), static_cast<const T*>(x), static_cast<T*>(dx), threads,
-                 [act](int64_t, int64_t count, const T* g, const T* in, T* out) {
+  with_arithmetic(dtype, [&](auto type) {
+    using F = typename decltype(type)::type;
+    with_activation(op, [&](auto activation) {
+      using Op = decltype(activation);
+      map_elements<F, 2>(dtype, view, n, {grad, x}, dx, threads, [](int64_t, int64_t count, const F* const* in, F* out) {
+        const F *g = in[0], *values = in[1];
 #pragma omp simd
-                   for (int64_t i = 0; i < count; ++i) store(out + i, chain(act, load(g + i), load(in + i)));
-                 });
+        for (int64_t i = 0; i < count; ++i) out[i] = Op::backward(g[i], values[i]);
+      });
     });
   });
 }

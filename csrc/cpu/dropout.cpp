@@ -8,20 +8,19 @@ namespace pyckpt {
 namespace PYCKPT_ISA {
 
 void dropout(int dtype, const void* x, void* y, int64_t n, const StridedView* view, double p, const int64_t* seed, int threads) {
-  const DropoutRule rule(p, seed);
-  with_dtype(dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    using F = arithmetic<T>;
-    map_unary(view, n, static_cast<const T*>(x), static_cast<T*>(y), threads,
-              [&](int64_t begin, int64_t count, const T* in, T* out) {
-                F factors[kMaskBlock];
-                for (int64_t start = 0; start < count; start += kMaskBlock) {
-                  const int64_t size = smaller(kMaskBlock, count - start);
-                  dropout_factors(rule, begin + start, factors);
+  const DropoutRule rule = dropout_rule(p, seed);
+  with_arithmetic(dtype, [&](auto type) {
+    using F = typename decltype(type)::type;
+    map_elements<F, 1>(dtype, view, n, {x}, y, threads, [&](int64_t begin, int64_t count, const F* const* in, F* out) {
+      F factors[kMaskBlock];
+      for (int64_t start = 0; start < count; start += kMaskBlock) {
+        const int64_t size = smaller(kMaskBlock, count - start);
+        dropout_factors(rule, begin + start, factors);
+        const F* values = in[0] + start;
 #pragma omp simd
-                  for (int64_t i = 0; i < size; ++i) store(out + start + i, load(in + start + i) * factors[i]);
-                }
-              });
+        for (int64_t i = 0; i < size; ++i) out[start + i] = values[i] * factors[i];
+      }
+    });
   });
 }
 

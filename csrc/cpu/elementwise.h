@@ -1,12 +1,10 @@
-// Elementwise kernels over operands of one shape and any strides.
+// Elementwise kernels over operands of one shape, any strides and any dtype.
 #pragma once
 
-#include "common.h"
-#include "kernels.h"
+#include "parallel.h"
 
 namespace pyckpt {
 namespace PYCKPT_ISA {
-
 
 static inline int64_t element_count(const StridedView& view) {
   int64_t n = 1;
@@ -14,11 +12,11 @@ static inline int64_t element_count(const StridedView& view) {
   return n;
 }
 
-constexpr int64_t kBlock = 512;  // elements staged at once when an operand is not dense: stays in the first-level cache
+constexpr int64_t kBlock = 512;  // elements staged at once: a few such blocks stay in the first-level cache
 constexpr int64_t kMaxDims = 64;
 
 // Copies logical elements [begin, begin + count) of an operand between memory and a dense buffer, run by run along the
-// last dimension.
+// last dimension. T is an unsigned integer of the element's size.
 template <bool kGather, class T>
 static inline void copy_block(const StridedView& view, const int64_t* strides, T* base, int64_t begin, int64_t count, T* buffer) {
   int64_t index[kMaxDims], offset = 0, rest = begin;
@@ -48,37 +46,42 @@ static inline void copy_block(const StridedView& view, const int64_t* strides, T
     }
   }
 }
-
-// kernel(begin, count, in0, [in1,] out) computes dense logical elements [begin, begin + count). With view == nullptr the
-// operands are dense in one common order and `begin` counts in that order.
-template <class T, class Kernel>
-static inline void map_unary(const StridedView* view, int64_t n, const T* x, T* y, int threads, const Kernel& kernel) {
-  if (!view)
-    return parallel_for(n, 64, kGrain, threads, [&](int64_t begin, int64_t end) { kernel(begin, end - begin, x + begin, y + begin); });
-  parallel_for(element_count(*view), kBlock, kGrain, threads, [&](int64_t begin, int64_t end) {
-    T in[kBlock], out[kBlock];
-    for (int64_t start = begin; start < end; start += kBlock) {
-      const int64_t count = smaller(kBlock, end - start);
-      copy_block<true>(*view, view->strides, const_cast<T*>(x), start, count, in);
-      kernel(start, count, in, out);
-      copy_block<false>(*view, view->strides + view->dims, y, start, count, out);
-    }
-  });
+template <bool kGather>
+static inline void copy_block(int dtype, const StridedView& view, int64_t operand, void* base, int64_t begin, int64_t count,
+                              void* buffer) {
+  const int64_t* strides = view.strides + operand * view.dims;
+  switch (item_size(dtype)) {
+    case 2: return copy_block<kGather>(view, strides, static_cast<uint16_t*>(base), begin, count, static_cast<uint16_t*>(buffer));
+    case 4: return copy_block<kGather>(view, strides, static_cast<uint32_t*>(base), begin, count, static_cast<uint32_t*>(buffer));
+    default: return copy_block<kGather>(view, strides, static_cast<uint64_t*>(base), begin, count, static_cast<uint64_t*>(buffer));
+  }
 }
 
-template <class T, class Kernel>
-static inline void map_binary(const StridedView* view, int64_t n, const T* a, const T* b, T* y, int threads, const Kernel& kernel) {
-  if (!view)
-    return parallel_for(n, 64, kGrain, threads,
-                        [&](int64_t begin, int64_t end) { kernel(begin, end - begin, a + begin, b + begin, y + begin); });
-  parallel_for(element_count(*view), kBlock, kGrain, threads, [&](int64_t begin, int64_t end) {
-    T in0[kBlock], in1[kBlock], out[kBlock];
+// kernel(begin, count, in, y): y[i] for logical elements [begin, begin + count) from the kInputs dense arrays in[k]. Without
+// a view the operands are dense in one common order, and `begin` counts in that order.
+template <class F, int kInputs, class Kernel>
+static inline void map_elements(int dtype, const StridedView* view, int64_t n, const void* const (&inputs)[kInputs], void* y,
+                                int threads, const Kernel& kernel) {
+  if (!view && dtype == kWide<F>)  // nothing to stage
+    return parallel_for(n, 64, kGrain, threads, [&](int64_t begin, int64_t end) {
+      const F* in[kInputs];
+      for (int k = 0; k < kInputs; ++k) in[k] = static_cast<const F*>(inputs[k]) + begin;
+      kernel(begin, end - begin, in, static_cast<F*>(y) + begin);
+    });
+  parallel_for(view ? element_count(*view) : n, kBlock, kGrain, threads, [&](int64_t begin, int64_t end) {
+    F wide[kInputs + 1][kBlock], raw[kInputs + 1][kBlock];
     for (int64_t start = begin; start < end; start += kBlock) {
       const int64_t count = smaller(kBlock, end - start);
-      copy_block<true>(*view, view->strides, const_cast<T*>(a), start, count, in0);
-      copy_block<true>(*view, view->strides + view->dims, const_cast<T*>(b), start, count, in1);
-      kernel(start, count, in0, in1, out);
-      copy_block<false>(*view, view->strides + 2 * view->dims, y, start, count, out);
+      const F* in[kInputs];
+      for (int k = 0; k < kInputs; ++k) {
+        if (view) copy_block<true>(dtype, *view, k, const_cast<void*>(inputs[k]), start, count, raw[k]);
+        in[k] = view ? widen(dtype, raw[k], 0, count, wide[k]) : widen(dtype, inputs[k], start, count, wide[k]);
+      }
+      void* base = view ? raw[kInputs] : y;
+      F* out = target(dtype, base, view ? 0 : start, wide[kInputs]);
+      kernel(start, count, in, out);
+      narrow(dtype, out, base, view ? 0 : start, count);
+      if (view) copy_block<false>(dtype, *view, kInputs, y, start, count, base);
     }
   });
 }

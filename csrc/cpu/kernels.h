@@ -6,6 +6,8 @@
 
 namespace pyckpt {
 
+// dtype codes of the Python side (pyckpt/ops/_registry.py).
+enum DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat64 = 3 };
 enum Activation : int { kGeluErf = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3 };
 enum Norm : int { kLayerNorm = 0, kRmsNorm = 1 };
 
@@ -37,8 +39,9 @@ struct NormGradients {
   int64_t blocks;              // of rows, at least 1; fixed by the number of rows alone
 };
 
-// The mask of a softmax, read through strides (elements; zero where it broadcasts). kind: 0 none, 1 boolean (true = keep),
-// 2 additive in the dtype of x.
+enum Mask : int { kNoMask = 0, kBooleanMask = 1, kAdditiveMask = 2 };  // boolean: true = keep; additive: in the dtype of x
+
+// Read through strides (elements; zero where it broadcasts).
 struct MaskView {
   int kind;
   const void* data;
@@ -57,9 +60,18 @@ struct SoftmaxArguments {
   MaskView mask;
   int64_t causal_offset;  // query q sees columns up to q + causal_offset; kNotCausal: all
   double dropout_p;
-  const int64_t* seed;  // read only where dropout_p > 0
+  const int64_t* seed;  // null: no dropout
 };
 constexpr int64_t kNotCausal = INT64_MIN;
+
+struct SoftmaxGradients {
+  const void* grad;
+  const int64_t* grad_strides;     // per leading dimension; columns adjacent
+  const void *y, *statistics;      // y, or null: then x and the statistics that softmax_forward wrote
+  void* dx;
+  double grad_scale;
+  bool masked;
+};
 
 struct Kernels {
   void (*activation_forward)(int op, int dtype, const void* x, void* y, int64_t n, const StridedView* view, int threads);
@@ -70,8 +82,7 @@ struct Kernels {
   void (*norm_forward)(const NormArguments& arguments, void* y, void* statistics, bool recompute, int threads);
   void (*norm_backward)(const NormArguments& arguments, const NormGradients& gradients, int threads);
   void (*softmax_forward)(const SoftmaxArguments& arguments, void* y, void* statistics, bool recompute, int threads);
-  void (*softmax_backward)(const SoftmaxArguments& arguments, const void* grad, const int64_t* grad_strides, const void* y,
-                           const void* statistics, void* dx, double grad_scale, bool masked, int threads);
+  void (*softmax_backward)(const SoftmaxArguments& arguments, const SoftmaxGradients& gradients, int threads);
 };
 
 #if defined(PYCKPT_X86)

@@ -3,7 +3,6 @@
 
 #include <type_traits>
 
-#include "common.h"
 #include "kernels.h"
 
 namespace pyckpt {

@@ -1,7 +1,7 @@
 // Dropout masks. An element is kept where its Philox word is at least p 2^32; nothing else is ever stored of a mask.
 #pragma once
 
-#include "common.h"
+#include "parallel.h"
 
 namespace pyckpt {
 namespace PYCKPT_ISA {
@@ -10,9 +10,10 @@ struct DropoutRule {
   uint64_t key;
   uint32_t threshold;
   double keep_scale;  // 1 / (1 - p); 0 where p = 1, so that everything is dropped
-  DropoutRule(double p, const int64_t* seed)
-      : key(uint64_t(*seed)), threshold(p >= 1 ? 0 : uint32_t(p * 4294967296.0)), keep_scale(p >= 1 ? 0 : 1 / (1 - p)) {}
 };
+static inline DropoutRule dropout_rule(double p, const int64_t* seed) {
+  return {uint64_t(*seed), p >= 1 ? 0 : uint32_t(p * 4294967296.0), p >= 1 ? 0 : 1 / (1 - p)};
+}
 
 constexpr int64_t kMaskBlock = 256;
 

@@ -43,44 +43,40 @@ PYCKPT_HD F infinity() {
   return F(__builtin_huge_val());
 }
 
-// scores[i] = scale x[i] + mask[i], or -inf where masked: what lies behind a mask, even NaN, is not looked at. Returns the
-// maximum (NaN if any score is) and, in `kept`, whether the mask keeps anything.
-template <class T, class F>
-static inline F row_scores(const SoftmaxArguments& a, const T* x, int64_t mask_offset, int64_t visible, F* scores, bool* kept) {
+// scores[i] = scale x[i] + mask[i], or -inf where masked: what lies behind a mask, even NaN, is not looked at. Returns whether
+// the mask keeps anything. `staged` has room for a row of the mask.
+template <class F>
+static inline bool row_scores(const SoftmaxArguments& a, const F* x, int64_t mask_offset, int64_t visible, F* staged, F* scores) {
   const F scale = F(a.scale), lowest = -infinity<F>();
   const int64_t step = a.mask.column_stride;
-  F top = lowest;
-  int count = 0;
-  if (a.mask.kind == 1) {
-    const uint8_t* keep = static_cast<const uint8_t*>(a.mask.data) + mask_offset;
-#pragma omp simd reduction(| : count)
-    for (int64_t i = 0; i < visible; ++i) {
-      count |= keep[i * step];
-      scores[i] = keep[i * step] ? F(load(x + i)) * scale : lowest;
-    }
-  } else if (a.mask.kind == 2) {
-    const T* add = static_cast<const T*>(a.mask.data) + mask_offset;
-#pragma omp simd reduction(| : count)
-    for (int64_t i = 0; i < visible; ++i) {
-      const F m = load(add + i * step);
-      count |= m != lowest;
-      scores[i] = m == lowest ? lowest : F(load(x + i)) * scale + m;
-    }
-  } else {
-    count = visible > 0;
+  if (a.mask.kind == kNoMask) {
 #pragma omp simd
-    for (int64_t i = 0; i < visible; ++i) scores[i] = F(load(x + i)) * scale;
+    for (int64_t i = 0; i < visible; ++i) scores[i] = x[i] * scale;
+    return visible > 0;
   }
-#pragma omp simd reduction(max : top)
-  for (int64_t i = 0; i < visible; ++i) top = top < scores[i] ? scores[i] : top;
-  *kept = count != 0;
-  return top;
-}
-
-// p = exp(score - maximum) / sum.
-template <class F>
-PYCKPT_HD F probability(F score, F top, F inverse_sum) {
-  return exponential(score - top) * inverse_sum;
+  int kept = 0;
+  if (a.mask.kind == kBooleanMask) {
+    const uint8_t* keep = static_cast<const uint8_t*>(a.mask.data) + mask_offset;
+#pragma omp simd reduction(| : kept)
+    for (int64_t i = 0; i < visible; ++i) {
+      const int k = keep[i * step];
+      kept |= k;
+      scores[i] = k ? x[i] * scale : lowest;
+    }
+    return kept != 0;
+  }
+  const F* add = staged;
+  if (step == 1)
+    add = widen(a.dtype, a.mask.data, mask_offset, visible, staged);
+  else
+    for (int64_t i = 0; i < visible; ++i) staged[i] = *widen(a.dtype, a.mask.data, mask_offset + i * step, 1, staged + i);
+#pragma omp simd reduction(| : kept)
+  for (int64_t i = 0; i < visible; ++i) {
+    const F m = add[i];
+    kept |= m != lowest;
+    scores[i] = m == lowest ? lowest : fused(x[i], scale, m);
+  }
+  return kept != 0;
 }
 
 // Calls body(start, count, factors) over [0, n) of a row whose first element has logical index `first`.
@@ -95,110 +91,107 @@ static inline void with_factors(const DropoutRule& rule, int64_t first, int64_t 
   }
 }
 
-template <class T>
-static void forward_rows(const SoftmaxArguments& a, T* y, arithmetic<T>* statistics, bool recompute, int threads) {
-  using F = arithmetic<T>;
+// p = exp(score - maximum) / sum: with the maximum and 1 / sum at hand, the same bits in forward, recompute and backward.
+template <class F>
+static void forward_rows(const SoftmaxArguments& a, void* y, F* statistics, bool recompute, int threads) {
   const int64_t rows = row_count(a), n = a.columns;
-  F* maxima = statistics;
-  F* inverses = statistics ? statistics + rows : nullptr;
-  parallel_for(rows, 1, divide_up(kGrain, larger(1, n)), threads, [&](int64_t begin, int64_t end) {
-    F* scores = static_cast<F*>(__builtin_malloc(size_t(larger(1, n)) * sizeof(F)));
+  parallel_rows(rows, n, threads, [&](int64_t begin, int64_t end) {
+    const Scratch<F> scratch(4 * n);
+    F* scores = scratch.at(3 * n);
+    const DropoutRule rule = a.seed ? dropout_rule(a.dropout_p, a.seed) : DropoutRule{};
     for (int64_t row = begin; row < end; ++row) {
       const RowCursor at = locate(a, nullptr, row);
       const int64_t visible = visible_columns(a, at.query);
-      T* out = y + row * n;
-      bool kept;
-      F top = row_scores<T, F>(a, static_cast<const T*>(a.x) + at.x, at.mask, visible, scores, &kept);
-      F inverse;
+      const F* x = widen(a.dtype, a.x, at.x, visible, scratch.at(0));
+      F* out = target(a.dtype, y, row * n, scratch.at(n));
+      const bool kept = row_scores(a, x, at.mask, visible, scratch.at(2 * n), scores);
+      F top, inverse;
       if (recompute) {
-        top = maxima[row];
-        inverse = inverses[row];
+        top = statistics[row];
+        inverse = statistics[rows + row];
 #pragma omp simd
-        for (int64_t i = 0; i < visible; ++i) scores[i] = exponential(scores[i] - top);
+        for (int64_t i = 0; i < visible; ++i) scores[i] = exp_nonpositive(scores[i] - top);
       } else {
-        if (!kept) top = F(0);
-        const F sum = sum_over<F>(visible, [=](int64_t i) { return scores[i] = exponential(scores[i] - top); });
+        top = kept ? maximum_over<F>(visible, [=](int64_t i) { return scores[i]; }) : F(0);
+        const F sum = sum_over<F>(visible, [=](int64_t i) { return scores[i] = exp_nonpositive(scores[i] - top); });
         inverse = kept ? F(1) / sum : F(0);
-        if (statistics) {
-          maxima[row] = top;
-          inverses[row] = inverse;
-        }
+        statistics[row] = top;
+        statistics[rows + row] = inverse;
       }
-      if (a.dropout_p > 0) {
-        with_factors<F>(DropoutRule(a.dropout_p, a.seed), row * n, visible, [&](int64_t start, int64_t count, const F* factors) {
+      if (a.seed) {
+        with_factors<F>(rule, row * n, visible, [&](int64_t start, int64_t count, const F* factors) {
 #pragma omp simd
-          for (int64_t i = 0; i < count; ++i) store(out + start + i, scores[start + i] * inverse * factors[i]);
+          for (int64_t i = 0; i < count; ++i) out[start + i] = scores[start + i] * inverse * factors[i];
         });
       } else {
 #pragma omp simd
-        for (int64_t i = 0; i < visible; ++i) store(out + i, scores[i] * inverse);
+        for (int64_t i = 0; i < visible; ++i) out[i] = scores[i] * inverse;
       }
-      for (int64_t i = visible; i < n; ++i) store(out + i, F(0));
+      for (int64_t i = visible; i < n; ++i) out[i] = F(0);
+      narrow(a.dtype, out, y, row * n, n);
     }
-    __builtin_free(scores);
   });
 }
 
-// dx = grad_scale p (g - sum(g p)), g the gradient (times the dropout factor). Where something may be masked, a probability of
-// zero hides its gradient, which may hold NaN from a masked value.
+// Where something may be masked, a probability of zero hides its gradient, which may hold NaN from a masked value.
 template <bool kMasked, class F>
 PYCKPT_HD F weighted(F p, F g) {
   return kMasked && p == F(0) ? F(0) : p * g;
 }
 
-template <bool kMasked, class T, class F = arithmetic<T>>
-static void backward_rows(const SoftmaxArguments& a, const T* grad, const int64_t* grad_strides, const T* y,
-                          const arithmetic<T>* statistics, T* dx, F scale, int threads) {
+// dx = grad_scale p (g - sum(g p)), g the gradient (times the dropout factor), p saved (y) or formed again from x.
+template <bool kMasked, class F>
+static void backward_rows(const SoftmaxArguments& a, const SoftmaxGradients& out, int threads) {
   const int64_t rows = row_count(a), n = a.columns;
-  parallel_for(rows, 1, divide_up(kGrain, larger(1, n)), threads, [&](int64_t begin, int64_t end) {
-    F* scratch = y ? nullptr : static_cast<F*>(__builtin_malloc(size_t(larger(1, 2 * n)) * sizeof(F)));
+  const F* statistics = static_cast<const F*>(out.statistics);
+  parallel_rows(rows, n, threads, [&](int64_t begin, int64_t end) {
+    const Scratch<F> scratch(6 * n);
+    const F scale = F(out.grad_scale);
+    const DropoutRule rule = a.seed ? dropout_rule(a.dropout_p, a.seed) : DropoutRule{};
     for (int64_t row = begin; row < end; ++row) {
-      const RowCursor at = locate(a, grad_strides, row);
+      const RowCursor at = locate(a, out.grad_strides, row);
       const int64_t visible = visible_columns(a, at.query);
-      const T* g_row = grad + at.other;
-      T* out = dx + row * n;
-      if (y) {
-        const T* p_row = y + row * n;
-        const F dot = sum_over<F>(visible, [=](int64_t i) { return weighted<kMasked>(F(load(p_row + i)), F(load(g_row + i))); });
-#pragma omp simd
-        for (int64_t i = 0; i < visible; ++i)
-          store(out + i, weighted<kMasked>(F(load(p_row + i)), F(load(g_row + i)) - dot) * scale);
+      const F* g = widen(a.dtype, out.grad, at.other, visible, scratch.at(0));
+      F* dx = target(a.dtype, out.dx, row * n, scratch.at(n));
+      const F* p = nullptr;
+      if (out.y) {
+        p = widen(a.dtype, out.y, row * n, visible, scratch.at(2 * n));
       } else {
-        F *p = scratch, *g = scratch + n;
-        bool kept;
-        row_scores<T, F>(a, static_cast<const T*>(a.x) + at.x, at.mask, visible, p, &kept);
+        const F* x = widen(a.dtype, a.x, at.x, visible, scratch.at(2 * n));
+        F *again = scratch.at(3 * n), *dropped = scratch.at(4 * n);
+        row_scores(a, x, at.mask, visible, scratch.at(5 * n), again);
         const F top = statistics[row], inverse = statistics[rows + row];
-        with_factors<F>(DropoutRule(a.dropout_p, a.seed), row * n, visible, [&](int64_t start, int64_t count, const F* factors) {
+        with_factors<F>(rule, row * n, visible, [&](int64_t start, int64_t count, const F* factors) {
 #pragma omp simd
-          for (int64_t i = start; i < start + count; ++i) {
-            p[i] = probability(p[i], top, inverse);
-            g[i] = F(load(g_row + i)) * factors[i - start];
+          for (int64_t i = 0; i < count; ++i) {
+            again[start + i] = exp_nonpositive(again[start + i] - top) * inverse;
+            dropped[start + i] = g[start + i] * factors[i];
           }
         });
-        const F dot = sum_over<F>(visible, [=](int64_t i) { return weighted<kMasked>(p[i], g[i]); });
-#pragma omp simd
-        for (int64_t i = 0; i < visible; ++i) store(out + i, weighted<kMasked>(p[i], g[i] - dot) * scale);
+        p = again;
+        g = dropped;
       }
-      for (int64_t i = visible; i < n; ++i) store(out + i, F(0));
+      const F dot = sum_over<F>(visible, [=](int64_t i) { return weighted<kMasked>(p[i], g[i]); });
+#pragma omp simd
+      for (int64_t i = 0; i < visible; ++i) dx[i] = weighted<kMasked>(p[i], g[i] - dot) * scale;
+      for (int64_t i = visible; i < n; ++i) dx[i] = F(0);
+      narrow(a.dtype, dx, out.dx, row * n, n);
     }
-    __builtin_free(scratch);
   });
 }
 
 void softmax_forward(const SoftmaxArguments& a, void* y, void* statistics, bool recompute, int threads) {
-  with_dtype(a.dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    forward_rows<T>(a, static_cast<T*>(y), static_cast<arithmetic<T>*>(statistics), recompute, threads);
+  with_arithmetic(a.dtype, [&](auto type) {
+    using F = typename decltype(type)::type;
+    forward_rows<F>(a, y, static_cast<F*>(statistics), recompute, threads);
   });
 }
 
-void softmax_backward(const SoftmaxArguments& a, const void* grad, const int64_t* grad_strides, const void* y,
-                      const void* statistics, void* dx, double grad_scale, bool masked, int threads) {
-  with_dtype(a.dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    const auto run = masked ? backward_rows<true, T> : backward_rows<false, T>;
-    run(a, static_cast<const T*>(grad), grad_strides, static_cast<const T*>(y), static_cast<const arithmetic<T>*>(statistics),
-        static_cast<T*>(dx), arithmetic<T>(grad_scale), threads);
+void softmax_backward(const SoftmaxArguments& a, const SoftmaxGradients& gradients, int threads) {
+  with_arithmetic(a.dtype, [&](auto type) {
+    using F = typename decltype(type)::type;
+    const auto run = gradients.masked ? backward_rows<true, F> : backward_rows<false, F>;
+    run(a, gradients, threads);
   });
 }
 

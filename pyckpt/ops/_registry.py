@@ -24,7 +24,7 @@ Kernel = Callable[..., Any]
 
 LIBRARY = torch.library.Library("pyckpt", "DEF")
 
-# dtype -> (code of csrc/cpu/common.h, dtype of statistics and of the arithmetic)
+# dtype -> (code of csrc/cpu/kernels.h, dtype of statistics and of the arithmetic)
 DTYPES: dict[torch.dtype, tuple[int, torch.dtype]] = {
     torch.float32: (0, torch.float32),
     torch.bfloat16: (1, torch.float32),
@@ -71,10 +71,15 @@ class Op:
         self._differentiable = function
 
     def __call__(self, backend: str, *args: Any) -> Any:
-        """Runs the op on `backend`; through torch's dispatcher where a mode or autograd has to see it."""
-        if torch._C._len_torch_dispatch_stack() or torch.is_grad_enabled():
-            return self.overload(*args)
+        """Runs the op on `backend`, without autograd; through torch's dispatcher where a dispatch mode has to see it."""
+        if torch._C._len_torch_dispatch_stack():
+            with torch._C._AutoDispatchBelowAutograd():
+                return self.overload(*args)
         return self.on(backend)(*args)
+
+    def in_backward(self, backend: str, *args: Any) -> Any:
+        """Runs the op inside a backward: differentiable if that backward is itself being recorded."""
+        return self.overload(*args) if torch.is_grad_enabled() else self(backend, *args)
 
     def on(self, backend: str) -> Kernel:
         kernel = self.kernels.get(backend)

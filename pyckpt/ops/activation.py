@@ -84,7 +84,7 @@ class ActivationFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (saved,) = ctx.saved_tensors
         activation = ctx.activation
-        return activation.bwd(ctx.backend, grad, saved, *activation.arguments), None
+        return activation.bwd.in_backward(ctx.backend, grad, saved, *activation.arguments), None
 
     @staticmethod
     def recompute(ctx: Any) -> Tensor:

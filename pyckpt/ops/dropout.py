@@ -81,7 +81,7 @@ class DropoutFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return dropout_op(ctx.backend, grad, ctx.seed, ctx.p), None, None, None
+        return dropout_op.in_backward(ctx.backend, grad, ctx.seed, ctx.p), None, None, None
 
 
 dropout_op.differentiable(lambda x, seed, p: DropoutFunction.apply(x, seed, p))

@@ -263,7 +263,7 @@ class NormFunction(torch.autograd.Function):
             x, weight, statistics = grad, None, torch.zeros(
                 (_STATISTICS[ctx.norm.kind], _row_count(grad, ctx.shape)), dtype=DTYPES[grad.dtype][1], device=grad.device
             )
-        gradients = ctx.norm.bwd(
+        gradients = ctx.norm.bwd.in_backward(
             ctx.backend, grad, x, ctx.shape, weight, statistics, ctx.eps, ctx.float32_parameters, wanted
         )
         dx, dweight, dbias = (g if want else None for g, want in zip(gradients, wanted, strict=True))

@@ -179,10 +179,10 @@ class SoftmaxFunction(torch.autograd.Function):
         wants_mask = ctx.needs_input_grad[1]
         grad_scale = 1.0 if wants_mask else ctx.scale
         if ctx.seed is None:
-            dx = softmax_bwd(ctx.backend, grad, ctx.saved_tensors[0], ctx.masked, grad_scale)
+            dx = softmax_bwd.in_backward(ctx.backend, grad, ctx.saved_tensors[0], ctx.masked, grad_scale)
         else:
             x, mask, statistics = ctx.saved_tensors
-            dx = softmax_dropout_bwd(
+            dx = softmax_dropout_bwd.in_backward(
                 ctx.backend, grad, x, mask, ctx.scale, ctx.causal, ctx.dropout_p, ctx.seed, statistics, grad_scale
             )
         if not wants_mask:

@@ -1,0 +1,123 @@
+// Threads and sums whose results do not depend on the number of threads.
+#pragma once
+
+#include "types.h"
+
+// The process's OpenMP runtime is torch's. Its symbols are looked up by name when the module is loaded, so nothing is
+// linked and no second runtime appears; without one, kernels run on the calling thread.
+extern "C" {
+void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
+int omp_get_thread_num() __attribute__((weak));
+int omp_get_num_threads() __attribute__((weak));
+}
+
+namespace pyckpt {
+namespace PYCKPT_ISA {
+
+constexpr int64_t kGrain = 16384;  // elements; below this a second thread costs more than it saves
+
+// Calls body(begin, end) on disjoint ranges that cover [0, n), whose bounds are multiples of `unit`. `grain` is the least
+// work worth a thread. What body computes for an index must not depend on the range it came in.
+template <class Body>
+static inline void parallel_for(int64_t n, int64_t unit, int64_t grain, int num_threads, const Body& body) {
+  if (n <= 0) return;
+  const int64_t units = divide_up(n, unit);
+  const int64_t useful = larger(1, n / larger(1, grain));
+  const int threads = int(smaller(smaller(useful, units), num_threads));
+  if (threads <= 1 || !GOMP_parallel || !omp_get_thread_num || !omp_get_num_threads) return body(int64_t(0), n);
+  struct Task {
+    const Body* body;
+    int64_t n, unit, units;
+    static void run(void* data) {
+      const Task& task = *static_cast<Task*>(data);
+      const int64_t thread = omp_get_thread_num(), count = omp_get_num_threads();
+      const int64_t begin = task.units * thread / count * task.unit;
+      const int64_t end = smaller(task.n, task.units * (thread + 1) / count * task.unit);
+      if (begin < end) (*task.body)(begin, end);
+    }
+  } task{&body, n, unit, units};
+  GOMP_parallel(&Task::run, &task, unsigned(threads), 0);
+}
+template <class Body>
+static inline void parallel_rows(int64_t rows, int64_t columns, int num_threads, const Body& body) {
+  parallel_for(rows, 1, divide_up(kGrain, larger(1, columns)), num_threads, body);
+}
+
+// Sums and maxima run in kLanes chains, element i in chain i % kLanes: enough vectors in flight to hide the latency of an
+// addition, and an order that depends neither on the vector width nor on the threads.
+constexpr int64_t kLanes = 64;
+constexpr int64_t kChunk = 64 * kLanes;  // chunk sums are added in double, so that the error does not grow with n
+
+template <class F>
+static inline F fold(F* lanes) {
+  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
+#pragma omp simd
+    for (int64_t j = 0; j < width; ++j) lanes[j] += lanes[j + width];
+  }
+  return lanes[0];
+}
+
+// visit(i, lane) for every i in [0, n), with lane = i % kLanes.
+template <class Visit>
+PYCKPT_HD void in_lanes(int64_t n, const Visit& visit) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+#pragma omp simd
+    for (int64_t j = 0; j < kLanes; ++j) visit(i + j, j);
+  }
+#pragma omp simd
+  for (int64_t j = 0; j < n - i; ++j) visit(i + j, j);
+}
+
+template <class F>
+struct Pair {
+  F first, second;
+};
+
+// Sum over [0, n) of term(i).
+template <class F, class Term>
+static inline F sum_over(int64_t n, const Term& term) {
+  double total = 0;
+  for (int64_t start = 0; start < n; start += kChunk) {
+    F lanes[kLanes] = {};
+    in_lanes(smaller(kChunk, n - start), [&](int64_t i, int64_t j) { lanes[j] += term(start + i); });
+    total += double(fold(lanes));
+  }
+  return F(total);
+}
+
+// Sums over [0, n) of both members of term(i).
+template <class F, class Term>
+static inline Pair<F> sum_pairs_over(int64_t n, const Term& term) {
+  double first = 0, second = 0;
+  for (int64_t start = 0; start < n; start += kChunk) {
+    F a[kLanes] = {}, b[kLanes] = {};
+    in_lanes(smaller(kChunk, n - start), [&](int64_t i, int64_t j) {
+      const Pair<F> t = term(start + i);
+      a[j] += t.first;
+      b[j] += t.second;
+    });
+    first += double(fold(a));
+    second += double(fold(b));
+  }
+  return {F(first), F(second)};
+}
+
+// Maximum over [0, n) of value(i), NaN left out; -infinity where there is none.
+template <class F, class Value>
+static inline F maximum_over(int64_t n, const Value& value) {
+  F lanes[kLanes];
+  for (int64_t j = 0; j < kLanes; ++j) lanes[j] = -F(__builtin_huge_val());
+  in_lanes(n, [&](int64_t i, int64_t j) {
+    const F v = value(i);
+    lanes[j] = v > lanes[j] ? v : lanes[j];
+  });
+  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
+#pragma omp simd
+    for (int64_t j = 0; j < width; ++j) lanes[j] = lanes[j + width] > lanes[j] ? lanes[j + width] : lanes[j];
+  }
+  return lanes[0];
+}
+
+}  // namespace PYCKPT_ISA
+}  // namespace pyckpt
