@@ -38,54 +38,80 @@ PYCKPT_HD F clamp(F x, F low, F high) {
 PYCKPT_HD float absolute(float x) { return from_bits(to_bits(x) & 0x7fffffffu); }
 PYCKPT_HD double absolute(double x) { return from_bits(uint64_t(to_bits(x) & 0x7fffffffffffffffull)); }
 
+// The smaller of two non-negative numbers, compared as integers: one instruction in vectors, where a comparison of floats that
+// keeps NaN takes two. NaN gives `limit`, so the caller has to bring NaN in again.
+PYCKPT_HD float at_most(float a, float limit) {
+  const int32_t x = __builtin_bit_cast(int32_t, a), y = __builtin_bit_cast(int32_t, limit);
+  return __builtin_bit_cast(float, x < y ? x : y);
+}
+PYCKPT_HD double at_most(double a, double limit) {
+  const int64_t x = __builtin_bit_cast(int64_t, a), y = __builtin_bit_cast(int64_t, limit);
+  return __builtin_bit_cast(double, x < y ? x : y);
+}
+
 // Powers of two. Adding `round` = 1.5 * 2^mantissa + bias rounds to an integer n and leaves n + bias in the low bits, from
-// where a shift makes it the exponent of 2^n.
+// where a shift makes it the exponent of 2^n. n = -bias gives exactly 0: arguments are clamped to where that happens, which
+// makes results below the smallest normal number 0 without a comparison.
 template <class F>
 struct Binary;
 template <>
 struct Binary<float> {
-  static constexpr float round = 12582912.0f + 127.0f, lowest = -87.33f;  // exp(lowest) is just normal
+  static constexpr float round = 12582912.0f + 127.0f, underflow = 88.0296919f;  // 127 ln(2)
   static constexpr float log2e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
 };
 template <>
 struct Binary<double> {
-  static constexpr double round = 6755399441055744.0 + 1023.0, lowest = -708.39;
+  static constexpr double round = 6755399441055744.0 + 1023.0, underflow = 709.08956571282407;  // 1023 ln(2)
   static constexpr double log2e = 1.44269504088896339, ln2_high = 6.93147180369123816e-01, ln2_low = 1.90821492927058770e-10;
 };
 PYCKPT_HD float power_of_two(float shifted) { return from_bits(to_bits(shifted) << 23); }
 PYCKPT_HD double power_of_two(double shifted) { return from_bits(uint64_t(to_bits(shifted) << 52)); }
 
-// exp(r) on |r| <= ln(2) / 2 as 1 + r + r^2 p(r); p interpolates at Chebyshev nodes, error below 2e-10 (float), 2e-19.
-PYCKPT_HD float exp_reduced(float r) {
-  float p = fused(1.989099082e-04f, r, 1.393365000e-03f);
-  p = fused(p, r, 8.333310925e-03f);
-  p = fused(p, r, 4.166646493e-02f);
-  p = fused(p, r, 1.666666668e-01f);
-  p = fused(p, r, 5.000000013e-01f);
-  return fused(p * r, r, r) + 1.0f;
-}
-PYCKPT_HD double exp_reduced(double r) {
-  double p = fused(2.09146869680868758e-09, r, 2.51052170047207447e-08);
-  p = fused(p, r, 2.75572736431102974e-07);
-  p = fused(p, r, 2.75572554002064223e-06);
-  p = fused(p, r, 2.48015873255477427e-05);
-  p = fused(p, r, 1.98412698748206266e-04);
-  p = fused(p, r, 1.38888888888837481e-03);
-  p = fused(p, r, 8.33333333332613585e-03);
-  p = fused(p, r, 4.16666666666666713e-02);
-  p = fused(p, r, 1.66666666666666713e-01);
-  p = fused(p, r, 0.5);
-  return fused(p * r, r, r) + 1.0;
+// Polynomials below are split into short chains (Estrin's scheme): one long chain of dependent multiply-adds would leave the
+// processor's scheduler full of instructions that wait.
+
+// scale 2^z for z in [-127, 0], within 1e-7 (the error of z apart); `scale` is to be a constant.
+PYCKPT_HD float scaled_power(float scale, float z) {
+  const float shifted = z + Binary<float>::round, f = z - (shifted - Binary<float>::round);
+  const float f2 = f * f;
+  const float high = fused(scale * 1.326472725e-03f, f, scale * 9.671512786e-03f);
+  const float middle = fused(scale * 5.550733744e-02f, f, scale * 2.402224208e-01f);
+  const float low = fused(scale * 6.931469776e-01f, f, scale);
+  const float p = fused(fused(high, f2, middle), f2, low);
+  return p * power_of_two(shifted);
 }
 
-// exp(x) for x <= 0, within 2 ulp; results below the smallest normal number are 0. NaN stays NaN.
+// exp(r) on |r| <= ln(2) / 2 as 1 + r + r^2 p(r); p interpolates at Chebyshev nodes, error below 2e-10 (float), 2e-19.
+PYCKPT_HD float exp_reduced(float r) {
+  const float r2 = r * r;
+  const float high = fused(1.989099082e-04f, r, 1.393365000e-03f);
+  const float middle = fused(8.333310925e-03f, r, 4.166646493e-02f);
+  const float low = fused(1.666666668e-01f, r, 5.000000013e-01f);
+  return fused(fused(fused(high, r2, middle), r2, low), r2, r) + 1.0f;
+}
+PYCKPT_HD double exp_reduced(double r) {
+  const double r2 = r * r, r4 = r2 * r2;
+  const double a = fused(1.66666666666666713e-01, r, 0.5);
+  const double b = fused(8.33333333332613585e-03, r, 4.16666666666666713e-02);
+  const double c = fused(1.98412698748206266e-04, r, 1.38888888888837481e-03);
+  const double d = fused(2.75572554002064223e-06, r, 2.48015873255477427e-05);
+  const double e = fused(2.51052170047207447e-08, r, 2.75572736431102974e-07);
+  const double high = fused(fused(2.09146869680868758e-09, r2, e), r4, fused(d, r2, c));
+  return fused(fused(high, r4, fused(b, r2, a)), r2, r) + 1.0;
+}
+
+// exp(x) within 2 ulp for x in [-underflow, 0].
 template <class F>
-PYCKPT_HD F exp_nonpositive(F x) {
+PYCKPT_HD F exp_in_range(F x) {
   using B = Binary<F>;
   const F shifted = fused(x, B::log2e, B::round), n = shifted - B::round;
   const F r = fused(-n, B::ln2_low, fused(-n, B::ln2_high, x));
-  const F y = exp_reduced(r) * power_of_two(shifted);
-  return x < B::lowest ? F(0) : y;
+  return exp_reduced(r) * power_of_two(shifted);
+}
+// exp(x) for every x <= 0; NaN stays NaN.
+template <class F>
+PYCKPT_HD F exp_nonpositive(F x) {
+  return exp_in_range(x < -Binary<F>::underflow ? -Binary<F>::underflow : x);
 }
 
 // 1 / d for d in [1, 2]: a cubic guess, then cubically convergent steps r (1 + e + e^2), e = 1 - d r. Several times faster in
@@ -102,37 +128,25 @@ PYCKPT_HD F reciprocal(F d) {
   return r;
 }
 
-// Upper tail 1 - cdf(a) of the normal distribution, a >= 0.
+// Upper tail 1 - cdf(a) of the standard normal distribution, a >= 0.
 // float: 2^(-1 - a s(a)), s the minimax polynomial of -log2(2 tail(a)) / a on [0, 14]: one polynomial and no division.
-// Absolute error 1e-7; 0 from 12.9, where the tail is no normal number any more.
+// Absolute error 1e-7; 0 from where the tail is no normal number any more.
 PYCKPT_HD float normal_tail(float a) {
-  float s = fused(-1.413750996e-13f, a, 1.290092431e-11f);  // -s(a)
-  s = fused(s, a, -5.276408488e-10f);
-  s = fused(s, a, 1.278774998e-08f);
-  s = fused(s, a, -2.044527329e-07f);
-  s = fused(s, a, 2.267191629e-06f);
-  s = fused(s, a, -1.773756019e-05f);
-  s = fused(s, a, 9.573487488e-05f);
-  s = fused(s, a, -3.093684938e-04f);
-  s = fused(s, a, 1.574072867e-05f);
-  s = fused(s, a, 6.963377699e-03f);
-  s = fused(s, a, -5.246662012e-02f);
-  s = fused(s, a, -4.592114709e-01f);
-  s = fused(s, a, -1.151104688e+00f);
-  const float z = a * s;
-  const float shifted = z + Binary<float>::round, f = z - (shifted - Binary<float>::round);
-  float p = fused(6.638236075e-04f, f, 4.837770831e-03f);  // 2^f / 2
-  p = fused(p, f, 2.775356638e-02f);
-  p = fused(p, f, 1.201105986e-01f);
-  p = fused(p, f, 3.465734836e-01f);
-  p = fused(p, f, 5.000000360e-01f);
-  const float tail = p * power_of_two(shifted);
-  return a > 12.9f ? 0.0f : tail;
+  a = at_most(a, 13.058f);  // a s(a) = 127 there
+  const float a2 = a * a, a4 = a2 * a2;
+  const float c0 = fused(-4.592114709e-01f, a, -1.151104688e+00f), c2 = fused(6.963377699e-03f, a, -5.246662012e-02f);
+  const float c4 = fused(-3.093684938e-04f, a, 1.574072867e-05f), c6 = fused(-1.773756019e-05f, a, 9.573487488e-05f);
+  const float c8 = fused(-2.044527329e-07f, a, 2.267191629e-06f), c10 = fused(-5.276408488e-10f, a, 1.278774998e-08f);
+  const float c12 = fused(-1.413750996e-13f, a, 1.290092431e-11f);
+  const float low = fused(fused(c6, a2, c4), a4, fused(c2, a2, c0));
+  const float high = fused(c12, a4, fused(c10, a2, c8));
+  const float s = fused(high, a4 * a4, low);  // -s(a)
+  return scaled_power(0.5f, a * s);
 }
 // double: exp(-a^2 / 2) q(t) / (a + 5), t = (a - 5) / (a + 5); q interpolates 0.5 erfcx(a / sqrt(2)) (a + 5) at Chebyshev
 // nodes in t: relative error 7e-17.
 PYCKPT_HD double normal_tail(double a) {
-  a = a > 40.0 ? 40.0 : a;  // the tail is 0 there; keeps infinity out of t
+  a = at_most(a, 37.65869);  // a^2 / 2 = 1023 ln(2)
   const double r = 1.0 / (a + 5.0), t = (a - 5.0) * r;
   double q = fused(-8.36627608762287517e-10, t, 4.84140359359810075e-10);
   q = fused(q, t, 9.54269539761261150e-09);
@@ -156,44 +170,47 @@ PYCKPT_HD double normal_tail(double a) {
   q = fused(q, t, 4.95305615969976687e-01);
   q = fused(q, t, -6.65382502890057848e-01);
   q = fused(q, t, 7.69193049750062974e-01);
-  return exp_nonpositive(-0.5 * a * a) * r * q;
+  return exp_in_range(-0.5 * a * a) * r * q;
 }
 
-struct Normal {  // of the standard normal distribution
-  template <class F>
-  PYCKPT_HD F cdf(F x) {
-    const F tail = normal_tail(absolute(x));
-    return x > F(0) ? F(1) - tail : tail;
-  }
-  template <class F>
-  PYCKPT_HD F pdf(F x) {
-    return exp_nonpositive(F(-0.5) * x * x) * F(0.3989422804014327);
-  }
-};
+PYCKPT_HD float normal_density(float a) {
+  a = at_most(a, 13.2687f);  // a^2 / 2 = 127 ln(2)
+  return scaled_power(0.398942280f, -0.72134752f * a * a);
+}
+PYCKPT_HD double normal_density(double a) {
+  a = at_most(a, 37.65869);
+  return exp_in_range(-0.5 * a * a) * 0.3989422804014327;
+}
 
 template <class F>
 struct Sigmoid {
   F value, complement;
 };
-// sigmoid(x) and 1 - sigmoid(x), formed from exp(-|x|): no overflow, and no cancellation on either side.
+// sigmoid(x) and 1 - sigmoid(x), formed from exp(-|x|): no overflow, and no cancellation on either side. Not NaN for NaN.
 template <class F>
 PYCKPT_HD Sigmoid<F> sigmoid(F x) {
-  const F e = exp_nonpositive(-absolute(x));
-  const F r = reciprocal(F(1) + e);
-  const F er = e * r;
-  return {x < F(0) ? er : r, x < F(0) ? r : er};
+  const F e = exp_in_range(-at_most(absolute(x), Binary<F>::underflow));
+  const F small = e * reciprocal(F(1) + e), large = F(1) - small;
+  return {x < F(0) ? small : large, x < F(0) ? large : small};
 }
 
-// Activations: forward(x), and backward(grad, x) = grad times the derivative. Infinite x gives NaN where torch.nn does
-// (infinity times zero).
+// Activations: forward(x), and backward(grad, x) = grad times the derivative. The factor x brings in NaN,
+// and infinity times zero where torch.nn has it too.
 struct GeluErf {  // x cdf(x), Hendrycks & Gimpel 2016
   template <class F>
   PYCKPT_HD F forward(F x) {
-    return x * Normal::cdf(x);
+    return x * cdf(x);
   }
   template <class F>
   PYCKPT_HD F backward(F grad, F x) {
-    return grad * fused(x, Normal::pdf(x), Normal::cdf(x));
+    return grad * fused(x, normal_density(absolute(x)), cdf(x));
+  }
+
+ private:
+  template <class F>
+  PYCKPT_HD F cdf(F x) {
+    const F tail = normal_tail(absolute(x));
+    return x > F(0) ? F(1) - tail : tail;
   }
 };
 struct GeluTanh {  // 0.5 x (1 + tanh(u)) = x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
@@ -223,7 +240,7 @@ struct Silu {  // x sigmoid(x)
   template <class F>
   PYCKPT_HD F backward(F grad, F x) {
     const Sigmoid<F> s = sigmoid(x);
-    return grad * fused(x * s.value, s.complement, s.value);
+    return grad * (s.value * fused(x, s.complement, F(1)));
   }
 };
 struct Relu {  // max(x, 0), NaN kept; backward may be given the output in place of x: their signs agree
