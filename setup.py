@@ -1,7 +1,11 @@
 """Builds pyckpt._C with CMake and Ninja. Metadata is in pyproject.toml.
 
-Environment: CXX (the compiler). Without any working C++ compiler the package installs all the same, records the fact, and
-runs on its reference backend; a compile that fails for another reason fails the install.
+Without any working C++ compiler the package installs all the same, records the fact, and runs on its reference
+backend; a compile that fails for another reason fails the install.
+
+Environment:
+    CXX               the compiler; default: c++, g++ or clang++, the first that works
+    PYCKPT_SANITIZE   sanitizers to build the kernels with, for example "address,undefined" (make sanitize)
 """
 
 import os
@@ -13,6 +17,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 NO_COMPILER = "_no_compiler.txt"
@@ -31,12 +36,13 @@ def find_compiler() -> tuple[str | None, str]:
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "empty.cpp")
             source.write_text("int main() { return 0; }\n")
-            result = subprocess.run(
-                [path, *command[1:], str(source), "-o", str(source.with_suffix(""))], capture_output=True, text=True
-            )
-            if result.returncode == 0 and source.with_suffix("").exists():
+            program = source.with_suffix("")
+            compile_it = [path, *command[1:], str(source), "-o", str(program)]
+            result = subprocess.run(compile_it, capture_output=True, text=True)
+            if result.returncode == 0 and program.exists():
                 return candidate, ""
-        reasons.append(f"{candidate}: cannot compile an empty program ({result.stderr.strip() or result.returncode})")
+        message = result.stderr.strip() or f"exit code {result.returncode}"
+        reasons.append(f"{candidate}: cannot compile an empty program ({message})")
     return None, "; ".join(reasons)
 
 
@@ -54,8 +60,8 @@ class CMakeBuild(build_ext):
             target.unlink(missing_ok=True)
             marker.write_text(reason + "\n")
             print(
-                f"pyckpt: no C++ compiler ({reason}). Installing without native kernels: the reference backend will "
-                "be used. Install g++ or clang++ and reinstall for the fast one.",
+                f"pyckpt: no C++ compiler ({reason}). Installing without native kernels: the reference backend "
+                "will be used. Install g++ or clang++ and reinstall for the fast one.",
                 file=sys.stderr,
             )
             return
@@ -64,25 +70,21 @@ class CMakeBuild(build_ext):
 
         build = Path(self.build_temp).resolve()
         build.mkdir(parents=True, exist_ok=True)
-        subprocess.run(
-            [
-                "cmake",
-                "-G",
-                "Ninja",
-                str(ROOT / "csrc"),
-                f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
-                f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package}",
-                f"-DPython_EXECUTABLE={sys.executable}",
-                f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-                f"-DPYCKPT_VERSION={self.distribution.get_version()}",
-                f"-DPYCKPT_SANITIZE={os.environ.get('PYCKPT_SANITIZE', '')}",
-            ],
-            cwd=build,
-            check=True,
-        )
-        subprocess.run(["cmake", "--build", str(build)], check=True)
+        # --fresh: the cache of an earlier build names tools in an isolated environment that is gone by now. Objects stay.
+        configure = [
+            *("cmake", "--fresh", "-G", "Ninja", "-S", str(ROOT / "csrc"), "-B", str(build)),
+            f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
+            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            f"-DPYCKPT_VERSION={self.distribution.get_version()}",
+            f"-DPYCKPT_SANITIZE={os.environ.get('PYCKPT_SANITIZE', '')}",
+        ]
+        for command in (configure, ["cmake", "--build", str(build)]):
+            if subprocess.run(command, env={**os.environ, "CXX": compiler}).returncode:
+                raise CompileError(f"building pyckpt's native module failed, see above: {' '.join(command)}")
         if not target.exists():
-            raise RuntimeError(f"the build ended without {target}")
+            raise CompileError(f"the build ended without {target}")
 
     def get_outputs(self) -> list[str]:
         # Either the module or the record of why there is none; both must reach the wheel.

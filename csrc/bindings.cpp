@@ -89,10 +89,10 @@ void norm_forward(int kind, int dtype, int parameter_dtype, int64_t rows, int64_
   active->kernels->norm_forward(arguments, pointer(y), pointer(statistics), recompute, threads);
 }
 
-void norm_backward(int kind, int dtype, int parameter_dtype, int64_t rows, int64_t columns, Address x, View x_view,
+void norm_backward(int kind, int dtype, int parameter_dtype, int64_t rows, int64_t columns, double eps, Address x, View x_view,
                    Address weight, Address grad, View grad_view, Address statistics, Address dx, Address dweight, Address dbias,
                    Address partial, int64_t blocks, int threads) {
-  const NormArguments arguments{kind, dtype, parameter_dtype, rows, columns, 0.0, pointer(x), pointer(weight), nullptr,
+  const NormArguments arguments{kind, dtype, parameter_dtype, rows, columns, eps, pointer(x), pointer(weight), nullptr,
                                 {x_view[0], x_view[1], x_view[2]}};
   const NormGradients gradients{pointer(grad), pointer(statistics), {grad_view[0], grad_view[1], grad_view[2]},
                                 pointer(dx), pointer(dweight), pointer(dbias), pointer(partial), blocks};

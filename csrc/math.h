@@ -207,10 +207,25 @@ struct GeluErf {  // x cdf(x), Hendrycks & Gimpel 2016
   }
 
  private:
-  template <class F>
-  PYCKPT_HD F cdf(F x) {
-    const F tail = normal_tail(absolute(x));
-    return x > F(0) ? F(1) - tail : tail;
+  PYCKPT_HD float cdf(float x) {
+    const float tail = normal_tail(absolute(x));
+    return x > 0.0f ? 1.0f - tail : tail;
+  }
+  PYCKPT_HD double cdf(double x) {
+    const double tail = normal_tail(absolute(x));
+    const double outer = x > 0.0 ? 1.0 - tail : tail;
+    return absolute(x) < 1.0 ? fused(x, central_slope(x * x), 0.5) : outer;
+  }
+  // (cdf(x) - 1/2) / x on [-1, 1] as a polynomial in x^2, error 1e-19: half an ulp of cdf where the tail's form has two.
+  PYCKPT_HD double central_slope(double s) {
+    const double s2 = s * s, s4 = s2 * s2;
+    const double a = fused(-6.64903800669054273e-02, s, 3.98942280401432703e-01);
+    const double b = fused(-1.18732821546803434e-03, s, 9.97355701003502237e-03);
+    const double c = fused(-9.44465579310384498e-06, s, 1.15434687516559410e-04);
+    const double d = fused(-4.12241075141608145e-08, s, 6.65967987965523093e-07);
+    const double e = fused(-1.10643282827558905e-10, s, 2.27041375856759989e-09);
+    const double high = fused(fused(4.07432697742662756e-12, s2, e), s4, fused(d, s2, c));
+    return fused(high, s4, fused(b, s2, a));
   }
 };
 struct GeluTanh {  // 0.5 x (1 + tanh(u)) = x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3)

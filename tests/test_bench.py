@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -22,7 +23,7 @@ if Path(pyckpt.__file__).resolve().parents[1] != ROOT:
 sys.path.insert(0, str(ROOT))
 
 from bench import __main__ as cli  # noqa: E402
-from bench import _check, _harness, _run, minilm, ops  # noqa: E402
+from bench import _check, _harness, _report, _run, minilm, ops  # noqa: E402
 from bench._encoder import Settings, load, paragraphs, requirements  # noqa: E402
 
 FIELDS = {
@@ -106,7 +107,7 @@ def test_printed_and_drawn(result):
     assert values["versions"]["torch"] == torch.__version__
     assert "reuses memory" in values["settings"]["allocator"] or "default" in values["settings"]["allocator"]
     assert values["settings"]["allocator"] in output
-    assert "best/best" in output and "Cost of a call" in output
+    assert "ratio: eager's step" in output and "Cost of a call" in output
     assert png.startswith(b"\x89PNG") and len(png) > 10_000
 
 
@@ -115,7 +116,7 @@ def test_printed_and_drawn(result):
     [
         (
             ["--ops", "gelu_tan"],
-            r"unknown op 'gelu_tan'; did you mean 'gelu_tanh'\?.*Known: gelu_tanh, gelu_erf",
+            r"unknown op 'gelu_tan', did you mean 'gelu_tanh'\?.*Known: gelu_tanh, gelu_erf",
         ),
         (["--dtype", "int8"], "unknown dtype 'int8'.*Known: fp32, bf16, fp16, fp64"),
         (["--layout", "upside-down"], "unknown layout 'upside-down'.*contiguous, transposed, sliced"),
@@ -131,8 +132,6 @@ def test_bad_arguments(capsys, arguments, message):
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 2
-    import re
-
     assert re.search(message, capsys.readouterr().err, re.DOTALL)
 
 
@@ -384,3 +383,38 @@ def test_job_without_dropout_follows_eager(one_thread):
     assert len(losses) == 2 and all(0 < loss < 3 for loss in losses)
     assert losses[0] != losses[1]
     assert exact["memory"]["pyckpt"]["saved_bytes"] <= exact["memory"]["eager"]["saved_bytes"] * 1.01
+
+
+def test_missing_matplotlib_is_explained(monkeypatch, capsys, tmp_path):
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name)
+    )
+    with pytest.raises(SystemExit):
+        cli.main(["--ops", "relu", "--plot", str(tmp_path / "out.png")])
+    assert "drawing needs matplotlib: pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_table_shows_every_cell(monkeypatch, capsys, rich):
+    if rich:
+        pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: rich, raising=False)
+    _report.print_table("A title", ("op", "step ms"), [("silu", "1.250"), ("[relu]", "10.5")])
+    output = capsys.readouterr().out
+    assert all(text in output for text in ("A title", "step ms", "silu", "1.250", "[relu]", "10.5"))
+
+
+def test_terminal_table_fits_80_columns(monkeypatch, capsys, result):
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = [row for row in result[0]["rows"] if row["kind"] == "throughput"]
+    _report.print_rows(rows)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    table = plain.split("fwd ms", 1)[1].splitlines()
+    assert max(map(len, table)) <= 80
+    for row in rows:
+        assert any(f"{row['step_ms']:.3f}" in line and line.startswith(row["impl"]) for line in table)

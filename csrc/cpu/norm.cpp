@@ -19,11 +19,6 @@ static inline int64_t row_offset(const RowView& view, int64_t row) {
 }
 
 template <class F>
-PYCKPT_HD F square_root(F x) {
-  return sizeof(F) == 4 ? F(__builtin_sqrtf(float(x))) : F(__builtin_sqrt(double(x)));
-}
-
-template <class F>
 struct RowStatistics {
   F mean, residual, rstd;  // the first two zero for RMSNorm
 };
@@ -40,26 +35,17 @@ static inline RowStatistics<F> read_statistics(const F* statistics, int64_t rows
 }
 
 // Two passes over the row in cache: the mean, then deviations from it. The mean of the deviations is what rounding took from
-// the mean, and corrects the variance too.
+// the mean, and corrects the variance too. What happens once a row is done in double.
 template <bool kCentred, class F>
-static inline RowStatistics<F> compute_statistics(const F* x, int64_t n, F eps) {
-  RowStatistics<F> row{F(0), F(0), F(0)};
-  F variance;
-  if (kCentred) {
-    row.mean = sum_over<F>(n, [=](int64_t i) { return x[i]; }) / F(n);
-    const F mean = row.mean;
-    const Pair<F> sums = sum_pairs_over<F>(n, [=](int64_t i) {
-      const F d = x[i] - mean;
-      return Pair<F>{d, d * d};
-    });
-    row.residual = sums.first / F(n);
-    variance = sums.second / F(n) - row.residual * row.residual;
-    variance = variance < F(0) ? F(0) : variance;
-  } else {
-    variance = sum_over<F>(n, [=](int64_t i) { return x[i] * x[i]; }) / F(n);
-  }
-  row.rstd = F(1) / square_root(variance + eps);
-  return row;
+static inline RowStatistics<F> compute_statistics(const F* x, int64_t n, double eps) {
+  const F mean = kCentred ? sum_over<F>(n, [=](int64_t i) { return x[i]; }) / F(n) : F(0);
+  const Pair<double> sums = sum_pairs_over<F>(n, [=](int64_t i) {
+    const F d = kCentred ? x[i] - mean : x[i];
+    return Pair<F>{d, d * d};
+  });
+  const double residual = kCentred ? sums.first / double(n) : 0.0;
+  const double variance = sums.second / double(n) - residual * residual;
+  return {mean, F(residual), F(1.0 / __builtin_sqrt((variance < 0.0 ? 0.0 : variance) + eps))};
 }
 
 template <bool kCentred, class F>
@@ -89,7 +75,7 @@ static void forward_rows(const NormArguments& a, void* y, F* statistics, bool re
     for (int64_t row = begin; row < end; ++row) {
       const F* x = widen(a.dtype, a.x, row_offset(a.x_view, row), n, scratch.at(0));
       if (!recompute) {
-        const RowStatistics<F> computed = compute_statistics<kCentred>(x, n, F(a.eps));
+        const RowStatistics<F> computed = compute_statistics<kCentred>(x, n, a.eps);
         if (kCentred) {
           statistics[row] = computed.mean;
           statistics[a.rows + row] = computed.residual;
@@ -107,9 +93,9 @@ static void forward_rows(const NormArguments& a, void* y, F* statistics, bool re
 // dx = rstd (v - mean(v) - h mean(v h)), without mean(v) for RMSNorm; dweight += grad h; dbias += grad.
 // The sums and both parameter gradients come from one pass, dx from a second over the row in cache.
 template <bool kCentred, bool kWeight, bool kParameters, class F>
-static inline void backward_row(int64_t n, const F* x, const F* grad, const F* weight, const RowStatistics<F> row, F* dx,
-                                F* dweight, F* dbias) {
-  const Pair<F> sums = sum_pairs_over<F>(n, [=](int64_t i) {
+static inline void backward_row(int64_t n, const F* x, const F* grad, const F* weight, const RowStatistics<F> row, double eps,
+                                F* dx, F* dweight, F* dbias) {
+  const Pair<double> sums = sum_pairs_over<F>(n, [=](int64_t i) {
     const F g = grad[i], h = normalised<kCentred>(x[i], row), v = kWeight ? g * weight[i] : g;
     if (kParameters) {
       dweight[i] = fused(g, h, dweight[i]);
@@ -118,11 +104,16 @@ static inline void backward_row(int64_t n, const F* x, const F* grad, const F* w
     return Pair<F>{v * h, v};
   });
   if (!dx) return;
-  const F along = sums.first / F(n), level = kCentred ? sums.second / F(n) : F(0), rstd = row.rstd;
+  if (n == 1) {  // LayerNorm: constant, gradient 0 (NaN where x is). RMSNorm: v (1 - h^2) = v eps rstd^2, without cancellation
+    const double rstd = double(row.rstd);
+    dx[0] = F(kCentred ? 0.0 * rstd : sums.second * eps * rstd * rstd * rstd);
+    return;
+  }
+  const F along = F(sums.first / double(n)), level = kCentred ? F(sums.second / double(n)) : F(0), rstd = row.rstd;
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
-    const F v = kWeight ? grad[i] * weight[i] : grad[i];
-    dx[i] = rstd * fused(-normalised<kCentred>(x[i], row), along, v - level);
+    const F centred = kWeight ? fused(grad[i], weight[i], -level) : grad[i] - level;
+    dx[i] = rstd * fused(-normalised<kCentred>(x[i], row), along, centred);
   }
 }
 
@@ -167,8 +158,8 @@ static void backward_rows(const NormArguments& a, const NormGradients& out, int 
         const F* x = widen(a.dtype, a.x, row_offset(a.x_view, row), n, scratch.at(0));
         const F* grad = widen(a.dtype, out.grad, row_offset(out.grad_view, row), n, scratch.at(n));
         F* dx = out.dx ? target(a.dtype, out.dx, row * n, scratch.at(2 * n)) : nullptr;
-        backward_row<kCentred, kWeight, kParameters>(n, x, grad, weight, read_statistics<kCentred>(statistics, a.rows, row), dx,
-                                                     dweight, dbias);
+        backward_row<kCentred, kWeight, kParameters>(n, x, grad, weight, read_statistics<kCentred>(statistics, a.rows, row),
+                                                     a.eps, dx, dweight, dbias);
         if (dx) narrow(a.dtype, dx, out.dx, row * n, n);
       }
     }

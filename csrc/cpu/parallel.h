@@ -86,9 +86,9 @@ static inline F sum_over(int64_t n, const Term& term) {
   return F(total);
 }
 
-// Sums over [0, n) of both members of term(i).
+// Sums over [0, n) of both members of term(i), in double.
 template <class F, class Term>
-static inline Pair<F> sum_pairs_over(int64_t n, const Term& term) {
+static inline Pair<double> sum_pairs_over(int64_t n, const Term& term) {
   double first = 0, second = 0;
   for (int64_t start = 0; start < n; start += kChunk) {
     F a[kLanes] = {}, b[kLanes] = {};
@@ -100,7 +100,7 @@ static inline Pair<F> sum_pairs_over(int64_t n, const Term& term) {
     first += double(fold(a));
     second += double(fold(b));
   }
-  return {F(first), F(second)};
+  return {first, second};
 }
 
 // Maximum over [0, n) of value(i), NaN left out; -infinity where there is none.

@@ -1,7 +1,7 @@
 // Softmax over the last dimension of scale * x + mask, with causal limit and dropout, in one pass over memory.
 //
 // Without dropout, backward reads the output (which a following matrix product keeps anyway). With dropout it reads x and two
-// numbers a row, the maximum and 1 / sum: the probabilities, the mask and their product are never stored.
+// numbers a row, the maximum and the sum: the probabilities, the mask and their product are never stored.
 // Forward moves 2 elements per element (+ the mask), backward 3. Rows are staged in float, so a row costs 4 bytes a column
 // of scratch per thread.
 #include "launchers.h"
@@ -91,7 +91,19 @@ static inline void with_factors(const DropoutRule& rule, int64_t first, int64_t 
   }
 }
 
-// p = exp(score - maximum) / sum: with the maximum and 1 / sum at hand, the same bits in forward, recompute and backward.
+// e / sum by the reciprocal and one correction: a division's result at a multiplication's price. A row in which nothing is kept
+// has sum 0 and gives 0.
+template <class F>
+struct Quotient {
+  F sum, inverse;
+  explicit Quotient(F total) : sum(total), inverse(total == F(0) ? F(0) : F(1) / total) {}
+  F operator()(F e) const {
+    const F q = e * inverse;
+    return fused(fused(-q, sum, e), inverse, q);
+  }
+};
+
+// p = exp(score - maximum) / sum: with maximum and sum at hand, the same bits in forward, recompute and backward.
 template <class F>
 static void forward_rows(const SoftmaxArguments& a, void* y, F* statistics, bool recompute, int threads) {
   const int64_t rows = row_count(a), n = a.columns;
@@ -105,27 +117,27 @@ static void forward_rows(const SoftmaxArguments& a, void* y, F* statistics, bool
       const F* x = widen(a.dtype, a.x, at.x, visible, scratch.at(0));
       F* out = target(a.dtype, y, row * n, scratch.at(n));
       const bool kept = row_scores(a, x, at.mask, visible, scratch.at(2 * n), scores);
-      F top, inverse;
+      F top, sum;
       if (recompute) {
         top = statistics[row];
-        inverse = statistics[rows + row];
+        sum = statistics[rows + row];
 #pragma omp simd
         for (int64_t i = 0; i < visible; ++i) scores[i] = exp_nonpositive(scores[i] - top);
       } else {
         top = kept ? maximum_over<F>(visible, [=](int64_t i) { return scores[i]; }) : F(0);
-        const F sum = sum_over<F>(visible, [=](int64_t i) { return scores[i] = exp_nonpositive(scores[i] - top); });
-        inverse = kept ? F(1) / sum : F(0);
+        sum = sum_over<F>(visible, [=](int64_t i) { return scores[i] = exp_nonpositive(scores[i] - top); });
         statistics[row] = top;
-        statistics[rows + row] = inverse;
+        statistics[rows + row] = sum;
       }
+      const Quotient<F> quotient(sum);
       if (a.seed) {
         with_factors<F>(rule, row * n, visible, [&](int64_t start, int64_t count, const F* factors) {
 #pragma omp simd
-          for (int64_t i = 0; i < count; ++i) out[start + i] = scores[start + i] * inverse * factors[i];
+          for (int64_t i = 0; i < count; ++i) out[start + i] = quotient(scores[start + i]) * factors[i];
         });
       } else {
 #pragma omp simd
-        for (int64_t i = 0; i < visible; ++i) out[i] = scores[i] * inverse;
+        for (int64_t i = 0; i < visible; ++i) out[i] = quotient(scores[i]);
       }
       for (int64_t i = visible; i < n; ++i) out[i] = F(0);
       narrow(a.dtype, out, y, row * n, n);
@@ -160,11 +172,12 @@ static void backward_rows(const SoftmaxArguments& a, const SoftmaxGradients& out
         const F* x = widen(a.dtype, a.x, at.x, visible, scratch.at(2 * n));
         F *again = scratch.at(3 * n), *dropped = scratch.at(4 * n);
         row_scores(a, x, at.mask, visible, scratch.at(5 * n), again);
-        const F top = statistics[row], inverse = statistics[rows + row];
+        const F top = statistics[row];
+        const Quotient<F> quotient(statistics[rows + row]);
         with_factors<F>(rule, row * n, visible, [&](int64_t start, int64_t count, const F* factors) {
 #pragma omp simd
           for (int64_t i = 0; i < count; ++i) {
-            again[start + i] = exp_nonpositive(again[start + i] - top) * inverse;
+            again[start + i] = quotient(exp_nonpositive(again[start + i] - top));
             dropped[start + i] = g[start + i] * factors[i];
           }
         });

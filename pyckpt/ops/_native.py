@@ -21,6 +21,10 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
+
+
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without a lazy negation, which raw pointers cannot see."""
     return tensor.resolve_neg() if tensor.is_neg() else tensor

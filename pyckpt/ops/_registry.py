@@ -32,7 +32,7 @@ DTYPES: dict[torch.dtype, tuple[int, torch.dtype]] = {
     torch.float64: (3, torch.float64),
 }
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Op:
@@ -104,7 +104,7 @@ def lowered(x: Any) -> bool:
     """Whether an op on `x` must be a plain PyTorch expression; see the module's docstring."""
     return (
         torch.compiler.is_compiling()
-        or type(x) not in _PLAIN
+        or type(x) not in PLAIN
         or x.dtype not in DTYPES
         or not (x.is_cpu or x.is_cuda)
         or x.layout is not torch.strided

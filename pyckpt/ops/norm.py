@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends
-from ._native import address, as_rows, code, native
-from ._registry import DTYPES, Op, autocast_to_float32, by_torch, describe, lowered, needs_grad, not_differentiable
+from ._native import address, as_rows, code, dense, native
+from ._registry import DTYPES, PLAIN, Op, autocast_to_float32, by_torch, describe, lowered, needs_grad, not_differentiable
 
 _LAYER, _RMS = 0, 1
 _STATISTICS = {_LAYER: 3, _RMS: 1}  # numbers a row
@@ -30,7 +30,7 @@ def _dims(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _row_count(x: Tensor, shape: Sequence[int]) -> int:
-    return math.prod(x.shape[: x.dim() - len(shape)])
+    return x.numel() // columns if (columns := math.prod(shape)) else math.prod(x.shape[: x.dim() - len(shape)])
 
 
 def _centred(x: Tensor, dims: tuple[int, ...], kind: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -89,7 +89,10 @@ def _reference_bwd(
     if wanted[0]:
         v = g if weight is None else g * weight.to(dtype)
         level = v.mean(dims, keepdim=True) if kind == _LAYER else 0.0
-        dx = (rstd * (v - level - h * (v * h).mean(dims, keepdim=True))).to(x.dtype)
+        if kind == _RMS and math.prod(shape) == 1:  # v (1 - h^2), without the cancellation
+            dx = (v * eps * rstd**3).to(x.dtype)
+        else:
+            dx = (rstd * (v - level - h * (v * h).mean(dims, keepdim=True))).to(x.dtype)
     if wanted[1]:
         dweight = _sum_rows(g * h, rows).to(parameter_dtype)
     if wanted[2]:
@@ -102,11 +105,12 @@ def _sum_rows(t: Tensor, rows: tuple[int, ...]) -> Tensor:
 
 
 def _fake_fwd(kind: int, x: Tensor, shape: Sequence[int], *_: Any) -> tuple[Tensor, Tensor]:
-    return _contiguous_like(x), x.new_empty((_STATISTICS[kind], _row_count(x, shape)), dtype=DTYPES[x.dtype][1])
+    statistics = torch.empty((_STATISTICS[kind], _row_count(x, shape)), dtype=DTYPES[x.dtype][1], device=x.device)
+    return _contiguous_like(x), statistics
 
 
 def _contiguous_like(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return torch.empty_like(x) if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _fake_bwd(
@@ -115,7 +119,7 @@ def _fake_bwd(
     """dx, dweight and dbias to be filled; of size 0 where not wanted."""
     dtype = torch.float32 if float32_parameters else x.dtype
     dx = _contiguous_like(x) if wanted[0] else x.new_empty(0)
-    dweight, dbias = (x.new_empty(shape if want else 0, dtype=dtype) for want in wanted[1:])
+    dweight, dbias = [torch.empty(shape if want else 0, dtype=dtype, device=x.device) for want in wanted[1:]]
     return dx, dweight, dbias
 
 
@@ -131,10 +135,10 @@ def _cpu_write(
     recompute: bool,
 ) -> None:
     rows_of_x, view = as_rows(x, len(shape))
-    weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
-    parameter = x if weight is None and bias is None else weight if weight is not None else bias
+    weight, bias = dense(weight), dense(bias)
+    parameter = weight if weight is not None else bias if bias is not None else x
     native.norm_forward(
-        kind, code(x), code(parameter), _row_count(x, shape), math.prod(shape), eps, rows_of_x.data_ptr(), view,
+        kind, code(x), code(parameter), statistics.shape[1], math.prod(shape), eps, rows_of_x.data_ptr(), view,
         address(weight), address(bias), y.data_ptr(), statistics.data_ptr(), recompute, torch.get_num_threads(),
     )  # fmt: skip
 
@@ -142,7 +146,8 @@ def _cpu_write(
 def _cpu_fwd(
     kind: int, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    y, statistics = _fake_fwd(kind, x, shape)
+    y = _contiguous_like(x)
+    statistics = torch.empty(_STATISTICS[kind], _row_count(x, shape), dtype=DTYPES[x.dtype][1])
     _cpu_write(kind, x, shape, weight, bias, eps, y, statistics, False)
     return y, statistics
 
@@ -166,18 +171,22 @@ def _cpu_bwd(
     float32_parameters: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dweight, dbias = _fake_bwd(x, shape, float32_parameters, wanted)
     rows_of_x, view = as_rows(x, len(shape))
     rows_of_grad, grad_view = as_rows(grad, len(shape))
-    weight = None if weight is None else weight.contiguous()
-    rows, columns = _row_count(x, shape), math.prod(shape)
+    weight = dense(weight)
+    rows, columns = statistics.shape[1], math.prod(shape)
+    dtype = torch.float32 if float32_parameters else x.dtype
+    # An empty tensor's address is 0, which tells the kernel that a gradient is not wanted.
+    dx = _contiguous_like(x) if wanted[0] else torch.empty(0)
+    dweight = torch.empty(*shape, dtype=dtype) if wanted[1] else torch.empty(0)
+    dbias = torch.empty(*shape, dtype=dtype) if wanted[2] else torch.empty(0)
     # Blocks depend on the number of rows alone, so that sums do not depend on the number of threads.
     blocks = max(1, min(128, rows // 32))
-    sums = x.new_empty((blocks, 2, columns), dtype=statistics.dtype) if wanted[1] or wanted[2] else None
+    sums = torch.empty(blocks, 2, columns, dtype=statistics.dtype) if wanted[1] or wanted[2] else None
     native.norm_backward(
-        kind, code(x), code(dweight), rows, columns, rows_of_x.data_ptr(), view, address(weight),
-        rows_of_grad.data_ptr(), grad_view, statistics.data_ptr(), dx.data_ptr() if wanted[0] else 0,
-        dweight.data_ptr() if wanted[1] else 0, dbias.data_ptr() if wanted[2] else 0, address(sums), blocks,
+        kind, code(x), DTYPES[dtype][0], rows, columns, eps, rows_of_x.data_ptr(), view, address(weight),
+        rows_of_grad.data_ptr(), grad_view, statistics.data_ptr(), dx.data_ptr(),
+        dweight.data_ptr(), dbias.data_ptr(), address(sums), blocks,
         torch.get_num_threads(),
     )  # fmt: skip
     return dx, dweight, dbias
@@ -221,7 +230,7 @@ class _Norm:
 
     def _apply(self, x: Tensor, shape: Sequence[int], weight: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
         bias, eps = rest if self.kind == _LAYER else (None, *rest)
-        return NormFunction.apply(x, weight, bias, tuple(shape), eps, self)
+        return NormFunction.apply(x, weight, bias, tuple(shape), eps, self, True)
 
     def arguments(self, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None) -> tuple[Any, ...]:
         """The leading arguments of fwd and recompute."""
@@ -229,7 +238,10 @@ class _Norm:
 
 
 class NormFunction(torch.autograd.Function):
-    """Returns (y, statistics). Saves x, the parameters and the statistics; nothing if only the bias needs a gradient."""
+    """Saves x, the parameters and the statistics; nothing if only the bias needs a gradient.
+
+    Returns y, or (y, statistics) for the raw op.
+    """
 
     @staticmethod
     def forward(
@@ -240,22 +252,22 @@ class NormFunction(torch.autograd.Function):
         shape: tuple[int, ...],
         eps: float,
         norm: _Norm,
-    ) -> tuple[Tensor, Tensor]:
+        with_statistics: bool = False,
+    ) -> Any:
         ctx.backend = backends.select(x.device.type)
         ctx.norm, ctx.shape, ctx.eps = norm, shape, eps
         y, statistics = norm.fwd(ctx.backend, *norm.arguments(x, shape, weight, bias), eps)
-        ctx.mark_non_differentiable(statistics)
-        ctx.set_materialize_grads(False)
         parameter = weight if weight is not None else bias
         ctx.float32_parameters = parameter is not None and parameter.dtype == torch.float32
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             ctx.save_for_backward(x, weight, bias, statistics)
+        if not with_statistics:
+            return y
+        ctx.mark_non_differentiable(statistics)
         return y, statistics
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:  # type: ignore[override]
-        if grad is None:
-            return None, None, None, None, None, None
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         wanted = list(ctx.needs_input_grad[:3])
         if wanted[0] or wanted[1]:
             x, weight, _, statistics = ctx.saved_tensors
@@ -266,8 +278,8 @@ class NormFunction(torch.autograd.Function):
         gradients = ctx.norm.bwd.in_backward(
             ctx.backend, grad, x, ctx.shape, weight, statistics, ctx.eps, ctx.float32_parameters, wanted
         )
-        dx, dweight, dbias = (g if want else None for g, want in zip(gradients, wanted, strict=True))
-        return dx, dweight, dbias, None, None, None
+        dx, dweight, dbias = [g if want else None for g, want in zip(gradients, wanted, strict=True)]
+        return dx, dweight, dbias, None, None, None, None
 
     @staticmethod
     def recompute(ctx: Any) -> Tensor:
@@ -279,8 +291,20 @@ class NormFunction(torch.autograd.Function):
 _layer_norm, _rms_norm = _Norm("layer_norm", _LAYER), _Norm("rms_norm", _RMS)
 
 
+def _alike(p: Tensor | None, x: Tensor, shape: tuple[int, ...]) -> bool:
+    return p is None or (
+        type(p) in PLAIN
+        and p.dtype is x.dtype
+        and p.shape == shape
+        and p.get_device() == x.get_device()
+        and p.layout is torch.strided
+    )
+
+
 def _problem(name: str, x: Tensor, shape: tuple[int, ...], parameters: dict[str, Tensor | None]) -> str:
     """What is wrong with arguments that are not served; empty if nothing is."""
+    if shape and x.shape[-len(shape) :] == shape and all(_alike(p, x, shape) for p in parameters.values()):
+        return ""  # the usual case, checked cheaply
     if not shape or x.shape[-len(shape) :] != shape:
         return (
             f"{name}: normalized_shape {list(shape)} must be the last dimensions of {describe('input', x)}; pass "
@@ -288,7 +312,7 @@ def _problem(name: str, x: Tensor, shape: tuple[int, ...], parameters: dict[str,
         )
     given = {key: p for key, p in parameters.items() if p is not None}
     for key, p in given.items():
-        if type(p) not in (Tensor, torch.nn.Parameter) or p.layout is not torch.strided:
+        if type(p) not in PLAIN or p.layout is not torch.strided:
             return f"{name}: {key} is a {type(p).__name__}, not a plain tensor"
         if p.shape != shape:
             return f"{name}: {describe(key, p)} must have the shape of normalized_shape {list(shape)}"
@@ -305,7 +329,7 @@ def _normalise(
     norm: _Norm, input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     if needs_grad(input, weight, bias):
-        return NormFunction.apply(input, weight, bias, shape, eps, norm)[0]
+        return NormFunction.apply(input, weight, bias, shape, eps, norm)
     return norm.fwd(backends.select(input.device.type), *norm.arguments(input, shape, weight, bias), eps)[0]
 
 

@@ -1,7 +1,7 @@
 """Softmax of scale * x + mask over the last dimension, with causal limit and dropout, in one pass.
 
 Saved for backward: without dropout the output, as torch (a matrix product that follows keeps it anyway); with dropout the
-input and two float32 numbers a row (maximum and 1 / sum), from which backward, and the recompute of the output, form the
+input and two float32 numbers a row (maximum and sum of exponentials), from which backward, and the recompute of the output, form the
 probabilities again. Neither the mask of dropout nor the scaled or masked scores are stored.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import backends
 from ._native import address, code, columns_adjacent, flat, native
-from ._registry import DTYPES, Op, autocast_to_float32, by_torch, describe, lowered, needs_grad, not_differentiable
+from ._registry import DTYPES, PLAIN, Op, autocast_to_float32, by_torch, describe, lowered, needs_grad, not_differentiable
 from .dropout import dropout, dropout_factors, new_seed
 
 _MINUS_INFINITY = float("-inf")
@@ -41,7 +41,7 @@ def _scores(x: Tensor, mask: Tensor | None, scale: float, causal: int | None) ->
 
 
 def _probabilities(x: Tensor, mask: Tensor | None, scale: float, causal: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities in the arithmetic's dtype, and the statistics: per row the maximum and 1 / sum (0 where nothing is kept)."""
+    """Probabilities in the arithmetic's dtype, and the statistics: per row the maximum and the sum (0 where nothing is kept)."""
     scores, kept = _scores(x, mask, scale, causal)
     if kept is not None:
         scores = scores.masked_fill(~kept, 0.0)
@@ -50,10 +50,10 @@ def _probabilities(x: Tensor, mask: Tensor | None, scale: float, causal: int | N
         return scores, empty, empty
     p = torch.softmax(scores, -1)
     top = scores.amax(-1, keepdim=True)
-    inverse = 1 / (scores - top).exp().sum(-1, keepdim=True)
+    total = (scores - top).exp().sum(-1, keepdim=True)
     if kept is not None:
-        p, inverse = p.masked_fill(~kept, 0.0), inverse.masked_fill(~kept, 0.0)
-    return p, top.detach(), inverse.detach()
+        p, total = p.masked_fill(~kept, 0.0), total.masked_fill(~kept, 0.0)
+    return p, top.detach(), total.detach()
 
 
 def _expression(
@@ -70,9 +70,9 @@ def _statistics_shape(x: Tensor) -> tuple[int, int]:
 def _reference_fwd(
     x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    p, top, inverse = _probabilities(x, mask, scale, causal)
+    p, top, total = _probabilities(x, mask, scale, causal)
     y = (p if seed is None else p * dropout_factors(p, seed, dropout_p)).to(x.dtype)
-    return y, torch.stack([top, inverse]).reshape(_statistics_shape(x))
+    return y, torch.stack([top, total]).reshape(_statistics_shape(x))
 
 
 def _reference_recompute(
@@ -146,7 +146,10 @@ softmax_dropout_bwd = Op(
 
 
 class SoftmaxFunction(torch.autograd.Function):
-    """Returns (y, statistics). Saves y; with dropout x, the mask and the statistics (the seed is an attribute)."""
+    """Saves y; with dropout x, the mask and the statistics (the seed is an attribute).
+
+    Returns y, or (y, statistics) for the raw op.
+    """
 
     @staticmethod
     def forward(
@@ -157,24 +160,24 @@ class SoftmaxFunction(torch.autograd.Function):
         causal: int | None,
         dropout_p: float,
         seed: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+        with_statistics: bool = False,
+    ) -> Any:
         ctx.backend = backends.select(x.device.type)
         ctx.scale, ctx.causal, ctx.dropout_p, ctx.seed = scale, causal, dropout_p, seed
         ctx.masked = mask is not None or causal is not None
         ctx.mask_shape = None if mask is None else mask.shape
         y, statistics = softmax_fwd(ctx.backend, x, mask, scale, causal, dropout_p, seed)
-        ctx.mark_non_differentiable(statistics)
-        ctx.set_materialize_grads(False)
         if seed is None:
             ctx.save_for_backward(y)
         else:
             ctx.save_for_backward(x, mask, statistics)
+        if not with_statistics:
+            return y
+        ctx.mark_non_differentiable(statistics)
         return y, statistics
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:  # type: ignore[override]
-        if grad is None:
-            return None, None, None, None, None, None
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         # An additive mask's gradient is that of the scores: the one of x before its scale.
         wants_mask = ctx.needs_input_grad[1]
         grad_scale = 1.0 if wants_mask else ctx.scale
@@ -186,8 +189,8 @@ class SoftmaxFunction(torch.autograd.Function):
                 ctx.backend, grad, x, mask, ctx.scale, ctx.causal, ctx.dropout_p, ctx.seed, statistics, grad_scale
             )
         if not wants_mask:
-            return dx, None, None, None, None, None
-        return dx * ctx.scale, dx.sum_to_size(ctx.mask_shape), None, None, None, None
+            return dx, None, None, None, None, None, None
+        return dx * ctx.scale, dx.sum_to_size(ctx.mask_shape), None, None, None, None, None
 
     @staticmethod
     def recompute(ctx: Any) -> Tensor:
@@ -198,7 +201,7 @@ class SoftmaxFunction(torch.autograd.Function):
         return softmax_recompute(ctx.backend, x, mask, ctx.scale, ctx.causal, ctx.dropout_p, ctx.seed, statistics)
 
 
-softmax_fwd.differentiable(SoftmaxFunction.apply)
+softmax_fwd.differentiable(lambda *arguments: SoftmaxFunction.apply(*arguments, True))
 
 
 def _cpu_arguments(
@@ -211,14 +214,19 @@ def _cpu_arguments(
     grad: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """The leading arguments of both native launchers, for tensors with adjacent columns that the caller keeps alive."""
-    leading = x.dim() - 1
-    kind, steps = 0, (0,) * x.dim()
-    if mask is not None:
-        kind = 1 if mask.dtype == torch.bool else 2
-        steps = mask.expand(x.shape).stride()
-    rows = flat(x.shape[:-1], x.stride()[:-1], steps[:-1], grad.stride()[:-1] if grad is not None else ())
+    columns, leading, kind, step = x.shape[-1], x.dim() - 1, 0, 0
+    if mask is None and causal is None and x.is_contiguous() and (grad is None or grad.is_contiguous()):
+        leading = 1
+        rows = [x.numel() // columns if columns else 0, columns, 0, columns]
+    else:
+        steps: tuple[int, ...] = (0,) * x.dim()
+        if mask is not None:
+            kind = 1 if mask.dtype == torch.bool else 2
+            steps = mask.expand(x.shape).stride()
+            step = steps[-1]
+        rows = flat(x.shape[:-1], x.stride()[:-1], steps[:-1], grad.stride()[:-1] if grad is not None else ())
     return (
-        code(x), x.data_ptr(), rows, leading, x.shape[-1], scale, kind, address(mask), steps[-1],
+        code(x), x.data_ptr(), rows, leading, columns, scale, kind, address(mask), step,
         causal or 0, causal is not None, dropout_p if seed is not None else 0.0, address(seed),
     )  # fmt: skip
 
@@ -350,6 +358,8 @@ def softmax(
         ValueError: dropout_p outside [0, 1], an unknown causal_alignment, is_causal with another `dim`.
     """
     plain = mask is None and scale == 1.0 and not is_causal and dropout_p == 0.0
+    if plain and dtype is None and dim == -1 and not lowered(input) and input.is_cpu and input.dim():
+        return _softmax(input, None, 1.0, None, 0.0)  # the usual case, without further checks
     if not isinstance(input, Tensor) or (plain and lowered(input)):
         problem = f"softmax: expected a floating-point tensor, got {describe('input', input)}; convert it or pass dtype"
         return by_torch(problem, F.softmax, input, dim=dim, dtype=dtype)
@@ -382,10 +392,10 @@ def softmax(
 
 def _softmax(x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float) -> Tensor:
     seed = new_seed(x.device) if dropout_p > 0 else None
-    if lowered(x) or (mask is not None and type(mask) not in (Tensor, torch.nn.Parameter)):
+    if lowered(x) or (mask is not None and type(mask) not in PLAIN):
         if seed is not None and torch.compiler.is_compiling():  # as for dropout: one opaque op, so that masks stay equal
             return softmax_fwd.overload(x, mask, scale, causal, dropout_p, seed)[0]
         return _expression(x, mask, scale, causal, dropout_p, seed)
     if needs_grad(x, mask):
-        return SoftmaxFunction.apply(x, mask, scale, causal, dropout_p, seed)[0]
+        return SoftmaxFunction.apply(x, mask, scale, causal, dropout_p, seed)
     return softmax_fwd(backends.select(x.device.type), x, mask, scale, causal, dropout_p, seed)[0]

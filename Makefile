@@ -1,0 +1,82 @@
+# make bench | test | lint | sanitize: each sets up what it needs in .venv, then runs. Stamps in .venv/stamps keep a second
+# run from setting up again; a changed C++ source is rebuilt.
+#
+# Needs python3 (3.10 or newer) with venv and headers, a C++ compiler (GCC 11 or Clang 14, or newer) and make. On Debian and
+# Ubuntu: apt install python3-venv python3-dev g++ make
+
+PYTHON ?= python3
+# The version the tests are run with. Any from 2.11 on does, and any build: make test TORCH=torch takes the newest, which
+# on Linux brings several GB of CUDA libraries along.
+TORCH ?= torch==2.13.0
+# Further arguments for the command: make bench ARGS=--quick, make test ARGS='-k softmax'
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+PIP := $(BIN)/python -m pip install --quiet
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+CXX_FILES := $(filter %.h %.cpp,$(SOURCES))
+SANITIZED := build/sanitize
+
+.PHONY: help bench test lint sanitize clean FORCE
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' $(MAKEFILE_LIST)
+
+bench: $(STAMPS)/bench
+	@mkdir -p bench/results
+	$(BIN)/python -m bench --json bench/results/bench.json --plot bench/results/bench.png $(ARGS)
+
+test: $(STAMPS)/test
+	PYTHONPATH=$(CURDIR) $(BIN)/pytest -p tests._backend_report --require-backend cpu $(ARGS)
+
+lint: $(STAMPS)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/mypy
+
+# The kernels' tests on a build with AddressSanitizer and UBSan, which end the process at the first fault. The sanitizer's
+# runtime has to be loaded before Python; leaks are not looked for, since the interpreter has its own. Needs GCC.
+SANITIZED_TESTS ?= $(wildcard $(patsubst %,tests/test_%.py,activation norm dropout softmax))
+sanitize: export LD_LIBRARY_PATH :=
+sanitize: $(STAMPS)/test
+	PYCKPT_SANITIZE=address,undefined $(BIN)/python setup.py --quiet build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
+	@export LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(CURDIR)/$(SANITIZED)/lib:$(CURDIR); \
+	$(BIN)/python -c 'import sys; sys.path.pop(0); import pyckpt; print("under test:", pyckpt.backends.native.__file__)' \
+	    | grep '$(SANITIZED)' && \
+	$(BIN)/pytest -p tests._backend_report -p no:faulthandler -p no:cacheprovider --capture=sys --require-backend cpu \
+	    -m 'not slow' $(SANITIZED_TESTS) $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info pyckpt/_C*.so pyckpt/_no_compiler.txt
+
+# One stamp for each extra: the package, editable, with what that extra needs.
+$(STAMPS)/bench $(STAMPS)/test: $(SOURCES)
+$(STAMPS)/dev: setup.py pyproject.toml
+$(STAMPS)/bench $(STAMPS)/test $(STAMPS)/dev: $(STAMPS)/tools
+	$(PIP) --no-build-isolation --editable '.[$(@F)]'
+	@test ! -e pyckpt/_no_compiler.txt || { cat pyckpt/_no_compiler.txt; \
+	    echo "No C++ compiler: install g++ or clang++, or name one in CXX."; exit 1; }
+	@touch $@
+
+# Torch, and what pyproject.toml builds with: builds then need no environment of their own, and reuse their objects.
+$(STAMPS)/tools: $(STAMPS)/torch pyproject.toml
+	$(PIP) $(TORCH)
+	sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '" ' | tr , '\n' > $(STAMPS)/requires.txt
+	$(PIP) -r $(STAMPS)/requires.txt
+	@touch $@
+
+# Newer only when another TORCH is asked for.
+$(STAMPS)/torch: FORCE | $(BIN)/pip
+	@mkdir -p $(@D)
+	@echo '$(TORCH)' | cmp --silent - $@ || echo '$(TORCH)' > $@
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit("pyckpt needs Python 3.10 or newer" if sys.version_info < (3, 10) else 0)'
+	@$(PYTHON) -c 'import os, sysconfig; sys_h = os.path.join(sysconfig.get_path("include"), "Python.h"); \
+	    raise SystemExit(0 if os.path.exists(sys_h) else f"{sys_h} is missing: install python3-dev")'
+	$(PYTHON) -m venv $(VENV) || { echo "No virtual environment could be made: install python3-venv."; exit 1; }

@@ -1,0 +1,15 @@
+"""Benchmarks of pyckpt against eager PyTorch and torch.compile: ``python -m bench``, from the checkout.
+
+_harness.py   allocator setting, machine, contention, timing of several implementations in turn
+_check.py     results against a float64 oracle, before anything is timed
+ops.py        the table of subjects: what is compared with what, and how many bytes it must move
+_run.py       one row of the table: check, time, count memory
+_report.py    terminal table, JSON, PNG
+minilm.py     the real job: fine-tuning a pretrained sentence encoder (``python -m bench.minilm``)
+_encoder.py   its text, model, loss and training step
+"""
+
+import os
+
+# The profiler library behind memory.peak_bytes prints two lines a use; it reads this while torch is loaded.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")

@@ -1,0 +1,206 @@
+"""The table of subjects: what is compared with what, on which input, and how many bytes it must move.
+
+The bytes are the least a fused kernel can do with: every tensor that must be read or written once, each
+counted once, for all implementations alike. In forward that is input and output; in backward the incoming
+gradient, the one tensor kept for backward and the gradient of the input. Parameters, statistics and seeds are
+left out: they are small beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pyckpt import functional as PF
+from pyckpt import nn as pnn
+
+DROP = 0.1
+
+#: Accepted spellings of dtypes; rows carry the first one of each.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float64": "fp64"}
+
+#: contiguous; the last two axes swapped in memory; every row half of a row twice as long (one half of a fused
+#: projection).
+LAYOUTS = ("contiguous", "transposed", "sliced")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One subject on one input. All callables take `inputs`; the first is the activation, the others
+    parameters."""
+
+    inputs: Sequence[Tensor]
+    eager: Callable[..., Tensor]
+    pyckpt: Callable[..., Tensor]
+    #: Deterministic expression in any dtype; for a random op, made from the mask of kept elements.
+    reference: Callable[..., Tensor] | None
+    forward_bytes: int
+    step_bytes: int
+    with_mask: Callable[[Tensor], Callable[..., Tensor]] | None = None
+
+
+def make_input(shape: Sequence[int], dtype: torch.dtype, device: torch.device, layout: str) -> Tensor:
+    """Standard normal values in `layout`, a leaf that requires grad.
+
+    Raises:
+        ValueError: unknown layout.
+    """
+    shape = tuple(shape)
+    if layout == "contiguous":
+        data = torch.randn(shape, device=device).to(dtype)
+    elif layout == "transposed":
+        data = torch.randn((*shape[:-2], shape[-1], shape[-2]), device=device).to(dtype).transpose(-1, -2)
+    elif layout == "sliced":
+        data = torch.randn((*shape[:-1], 2 * shape[-1]), device=device).to(dtype)[..., : shape[-1]]
+    else:
+        raise ValueError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
+    return data.detach().requires_grad_()
+
+
+def scores_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Attention scores of about the same size: rows x columns becomes (rows / columns, columns, columns)
+    where that divides."""
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    return (rows // columns, columns, columns) if rows % columns == 0 else (1, rows, columns)
+
+
+def _modules(
+    ours: nn.Module, theirs: nn.Module
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]:
+    """Callables of two modules that share their parameters, and those parameters."""
+    for name, parameter in theirs.named_parameters():
+        setattr(ours, name, parameter)
+    return (lambda x, *_: ours(x)), (lambda x, *_: theirs(x)), list(theirs.parameters())
+
+
+def _elementwise(ours: nn.Module, theirs: nn.Module, x: Tensor) -> Case:
+    fused, eager, _ = _modules(ours, theirs)
+    size = x.numel() * x.element_size()
+    return Case([x], eager, fused, eager, 2 * size, 5 * size)
+
+
+def _gelu(approximate: str) -> Callable[[Tensor], Case]:
+    return lambda x: _elementwise(pnn.GELU(approximate), nn.GELU(approximate), x)
+
+
+def _silu(x: Tensor) -> Case:
+    return _elementwise(pnn.SiLU(), nn.SiLU(), x)
+
+
+def _relu(x: Tensor) -> Case:
+    return _elementwise(pnn.ReLU(), nn.ReLU(), x)
+
+
+def _norm(ours: Any, theirs: Any, reference: Callable[..., Tensor], x: Tensor) -> Case:
+    width = x.shape[-1]
+    with torch.no_grad():
+        eager_module = theirs(width, device=x.device, dtype=x.dtype)
+        for parameter in eager_module.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    fused, eager, parameters = _modules(ours(width, device=x.device, dtype=x.dtype), eager_module)
+    size = x.numel() * x.element_size()
+    return Case([x, *parameters], eager, fused, reference, 2 * size, 5 * size)
+
+
+def _layer_norm(x: Tensor) -> Case:
+    return _norm(pnn.LayerNorm, nn.LayerNorm, lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b), x)
+
+
+def _rms_norm(x: Tensor) -> Case:
+    eps = 1e-6  # given, since the default depends on the dtype and the float64 oracle must use the same
+    return _norm(
+        partial(pnn.RMSNorm, eps=eps),
+        partial(nn.RMSNorm, eps=eps),
+        lambda x, w: F.rms_norm(x, x.shape[-1:], w, eps),
+        x,
+    )
+
+
+def _dropout(x: Tensor) -> Case:
+    fused, eager, _ = _modules(pnn.Dropout(DROP), nn.Dropout(DROP))
+    size = x.numel() * x.element_size()
+
+    def with_mask(mask: Tensor) -> Callable[..., Tensor]:
+        return lambda x: x * mask.to(x.dtype).div(1 - DROP)
+
+    return Case([x], eager, fused, None, 2 * size, 4 * size, with_mask)
+
+
+def _softmax(x: Tensor) -> Case:
+    return _elementwise(pnn.Softmax(dim=-1), nn.Softmax(dim=-1), x)
+
+
+def _softmax_causal(x: Tensor) -> Case:
+    queries, keys = x.shape[-2:]
+    scale = 0.125
+    hidden = torch.ones(queries, keys, dtype=torch.bool, device=x.device).triu(1)
+
+    def eager(x: Tensor) -> Tensor:
+        return F.softmax((x * scale).masked_fill(hidden, -torch.inf), dim=-1)
+
+    def fused(x: Tensor) -> Tensor:
+        return PF.softmax(x, -1, scale=scale, is_causal=True)
+
+    size = x.numel() * x.element_size()
+    seen = 1.0 - float(hidden.float().mean())  # only the part on and below the diagonal has to be read
+    return Case([x], eager, fused, eager, int((seen + 1) * size), int((seen + 1 + 2 * seen + 1) * size))
+
+
+def _softmax_mask_dropout(x: Tensor) -> Case:
+    scale = 0.125
+    keep = (
+        torch.rand(x.shape[0], 1, x.shape[-1], device=x.device) < 0.8
+    )  # padding, one mask for each sequence
+    keep[..., 0] = True
+    masked = ~keep
+
+    def probabilities(x: Tensor) -> Tensor:
+        return F.softmax((x * scale).masked_fill(masked, -torch.inf), dim=-1)
+
+    def eager(x: Tensor) -> Tensor:
+        return F.dropout(probabilities(x), DROP)
+
+    def fused(x: Tensor) -> Tensor:
+        return PF.softmax(x, -1, mask=keep, scale=scale, dropout_p=DROP)
+
+    def with_mask(mask: Tensor) -> Callable[..., Tensor]:
+        return lambda x: probabilities(x) * mask.to(x.dtype).div(1 - DROP)
+
+    size = x.numel() * x.element_size()
+    return Case([x], eager, fused, None, 2 * size + keep.numel(), 5 * size + 2 * keep.numel(), with_mask)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A row of the table: how to build the case from its input, and whether that input is attention
+    scores."""
+
+    build: Callable[[Tensor], Case]
+    scores: bool = False
+
+    def case(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, layout: str) -> Case:
+        """The case on a fresh input; `shape` is (..., columns), folded to scores where the subject needs
+        queries and keys."""
+        return self.build(make_input(scores_shape(shape) if self.scores else shape, dtype, device, layout))
+
+
+SUBJECTS: dict[str, Subject] = {
+    "gelu_tanh": Subject(_gelu("tanh")),
+    "gelu_erf": Subject(_gelu("none")),
+    "silu": Subject(_silu),
+    "relu": Subject(_relu),
+    "layer_norm": Subject(_layer_norm),
+    "rms_norm": Subject(_rms_norm),
+    "dropout": Subject(_dropout),
+    "softmax": Subject(_softmax),
+    "softmax_causal": Subject(_softmax_causal, scores=True),
+    "softmax_mask_dropout": Subject(_softmax_mask_dropout, scores=True),
+}

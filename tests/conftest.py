@@ -1,0 +1,43 @@
+"""Fixtures: the backends of this machine, the instruction sets of its processor, reproducible random numbers."""
+
+import pytest
+import torch
+
+from pyckpt import backends
+
+BACKENDS = ["reference", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    """Runs the test on each backend; skips with the reason where one is not available."""
+    state = backends.available()[request.param]
+    if not state.available:
+        pytest.skip(f"backend {request.param}: {state.unavailable}")
+    with backends.use(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def native():
+    """The extension; skips where the package was built without one."""
+    if backends.native is None:
+        pytest.skip(backends.available()["cpu"].unavailable)
+    return backends.native
+
+
+@pytest.fixture(params=["x86-64-v2", "x86-64-v3", "x86-64-v4", "baseline"])
+def isa(request, native):
+    """Runs the test on the CPU backend with each instruction set that this machine has."""
+    if request.param not in native.supported_isas():
+        pytest.skip(f"{request.param} was not built or does not run here")
+    before = native.isa()
+    native.use_isa(request.param)
+    with backends.use("cpu"):
+        yield request.param
+    native.use_isa(before)
