@@ -40,8 +40,7 @@ lint: $(STAMPS)/dev
 
 # The kernels' tests on a build with AddressSanitizer and UBSan, which end the process at the first fault. The sanitizer's
 # runtime has to be loaded before Python; leaks are not looked for, since the interpreter has its own. Needs GCC.
-SANITIZED_TESTS ?= $(wildcard $(patsubst %,tests/test_%.py,activation norm dropout softmax))
-sanitize: export LD_LIBRARY_PATH :=
+SANITIZED_TESTS ?= $(patsubst %,tests/test_%.py,activation norm dropout softmax accuracy)
 sanitize: $(STAMPS)/test
 	PYCKPT_SANITIZE=address,undefined $(BIN)/python setup.py --quiet build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
 	@export LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
@@ -79,4 +78,4 @@ $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit("pyckpt needs Python 3.10 or newer" if sys.version_info < (3, 10) else 0)'
 	@$(PYTHON) -c 'import os, sysconfig; sys_h = os.path.join(sysconfig.get_path("include"), "Python.h"); \
 	    raise SystemExit(0 if os.path.exists(sys_h) else f"{sys_h} is missing: install python3-dev")'
-	$(PYTHON) -m venv $(VENV) || { echo "No virtual environment could be made: install python3-venv."; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "No virtual environment could be made: install python3-venv."; exit 1; }

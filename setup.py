@@ -68,11 +68,17 @@ class CMakeBuild(build_ext):
 
         import pybind11
 
-        build = Path(self.build_temp).resolve()
+        # Editable installs get a new build_temp each time: one of our own lets the next compile only what has changed.
+        lasting = ROOT / "build" / f"editable-{sys.implementation.cache_tag}"
+        build = lasting if self.editable_mode else Path(self.build_temp).resolve()
         build.mkdir(parents=True, exist_ok=True)
-        # --fresh: the cache of an earlier build names tools in an isolated environment that is gone by now. Objects stay.
+        # What an earlier build found may be gone (tools of an isolated environment) or not be asked for any more (CXX).
+        # Objects stay, unlike with cmake --fresh.
+        (build / "CMakeCache.txt").unlink(missing_ok=True)
+        for found in build.glob("CMakeFiles/[0-9]*"):
+            shutil.rmtree(found)
         configure = [
-            *("cmake", "--fresh", "-G", "Ninja", "-S", str(ROOT / "csrc"), "-B", str(build)),
+            *("cmake", "-G", "Ninja", "-S", str(ROOT / "csrc"), "-B", str(build)),
             f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={package}",
             f"-DPython_EXECUTABLE={sys.executable}",
@@ -95,15 +101,13 @@ class CMakeBuild(build_ext):
 
     def copy_extensions_to_source(self) -> None:
         """For editable installs: the module is built into the checkout's package directory."""
-        package = ROOT / "pyckpt"
-        for ext in self.extensions:
-            built = Path(self.get_ext_fullpath(ext.name)).resolve()
-            if built.parent == package:
-                continue
+        for ext in self.extensions:  # get_ext_fullpath() would name the place in the checkout here
+            built = Path(self.build_lib, self.get_ext_filename(ext.name)).resolve()
             for path in (built, built.parent / NO_COMPILER):
-                (package / path.name).unlink(missing_ok=True)
+                installed = ROOT / "pyckpt" / path.name
+                installed.unlink(missing_ok=True)  # never written into: a process may have it loaded
                 if path.exists():
-                    shutil.copy2(path, package / path.name)
+                    shutil.copy2(path, installed)
 
 
 setup(ext_modules=[Extension("pyckpt._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

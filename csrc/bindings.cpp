@@ -95,7 +95,7 @@ void norm_backward(int kind, int dtype, int parameter_dtype, int64_t rows, int64
   const NormArguments arguments{kind, dtype, parameter_dtype, rows, columns, eps, pointer(x), pointer(weight), nullptr,
                                 {x_view[0], x_view[1], x_view[2]}};
   const NormGradients gradients{pointer(grad), pointer(statistics), {grad_view[0], grad_view[1], grad_view[2]},
-                                pointer(dx), pointer(dweight), pointer(dbias), pointer(partial), blocks};
+                                pointer(dx), pointer(dweight), pointer(dbias), pointer<double>(partial), blocks};
   active->kernels->norm_backward(arguments, gradients, threads);
 }
 

@@ -30,7 +30,9 @@ def label(item):
 
 
 def pytest_runtest_setup(item):
-    item.user_properties.append(("backend", label(item)))  # user properties reach the reports, from workers too
+    item.user_properties.append(
+        ("backend", label(item))
+    )  # user properties reach the reports, from workers too
 
 
 def tally(stats):
@@ -53,7 +55,9 @@ def pytest_terminal_summary(terminalreporter, config):
     counts = tally(terminalreporter.stats)
     terminalreporter.section("tests by backend")
     for name in sorted(counts):
-        line = ", ".join(f"{counts[name][outcome]} {outcome}" for outcome in OUTCOMES if counts[name][outcome])
+        line = ", ".join(
+            f"{counts[name][outcome]} {outcome}" for outcome in OUTCOMES if counts[name][outcome]
+        )
         terminalreporter.write_line(f"{name:<20} {line}")
     for name in missing(config.getoption("require_backend"), counts):
         terminalreporter.write_line(f"ERROR: no test ran on backend {name}", red=True)

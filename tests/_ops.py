@@ -17,7 +17,7 @@ EPS = 1e-5
 @dataclass(frozen=True)
 class Case:
     """call and eager take (x, *parameters); exact takes wide arrays (x, grad, *parameters) and the dtype and returns
-    (y, dx, *dparameters). masked: some elements are hidden whatever their value."""
+    (y, dx, *dparameters). masked: some elements are hidden whatever their value; causal: needs two dimensions."""
 
     name: str
     call: Callable
@@ -25,7 +25,7 @@ class Case:
     exact: Callable
     parameters: tuple = field(default=())  # shapes
     masked: bool = False
-    saves_input: bool = True
+    causal: bool = False
 
     def make_parameters(self, dtype, columns=COLUMNS):
         return [
@@ -104,7 +104,8 @@ def _softmax_case(name, call, eager, keep=None, add=None, scale=1.0):
             add=None if add is None else _numpy(add(like)),
         )
 
-    return Case(name, call, eager, exact, masked=keep is not None or add is not None, saves_input=False)
+    masked = keep is not None or add is not None
+    return Case(name, call, eager, exact, masked=masked, causal=keep in (_causal, _bottom_right))
 
 
 CASES = [
@@ -180,14 +181,18 @@ def run(function, x, parameters, grad):
     return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
 
 
-def compare(case, x, grad, parameters=None, what=""):
-    """The case's outputs and gradients against oracle and eager."""
-    dtype = x.dtype
+def compare(case, make, dtype, draws=10, what=""):
+    """The case's outputs and gradients against oracle and eager, for `draws` inputs that make() gives in float64."""
     oracle.require_wide(dtype)
-    parameters = case.make_parameters(dtype, x.shape[-1]) if parameters is None else parameters
-    actual = run(case.call, x, parameters, grad)
-    eager = run(case.eager, x, parameters, grad)
-    exact = case.exact(oracle.wide(x), oracle.wide(grad), dtype, *(oracle.wide(p) for p in parameters))
-    names = ["y", "dx", *(f"dparameter{i}" for i in range(len(parameters)))]
-    for name, a, e, right in zip(names, actual, eager, exact, strict=True):
-        oracle.check(a, e, np.asarray(right), f"{case.name} {what} {name}")
+    actual, eager, exact = [], [], []
+    for _ in range(draws):
+        x = make().to(dtype)
+        grad = torch.randn(x.shape, dtype=torch.float64).to(dtype)
+        parameters = case.make_parameters(dtype, x.shape[-1])
+        actual.append(run(case.call, x, parameters, grad))
+        eager.append(run(case.eager, x, parameters, grad))
+        right = case.exact(oracle.wide(x), oracle.wide(grad), dtype, *(oracle.wide(p) for p in parameters))
+        exact.append([np.asarray(r) for r in right])
+    names = ["y", "dx", *(f"dparameter{i}" for i in range(len(case.parameters)))]
+    for name, a, e, right in zip(names, zip(*actual), zip(*eager), zip(*exact), strict=True):
+        oracle.check(a, e, right, f"{case.name} {what} {name}")

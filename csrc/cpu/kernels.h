@@ -35,7 +35,7 @@ struct NormGradients {
   const void *grad, *statistics;  // statistics as norm_forward wrote them
   RowView grad_view;
   void *dx, *dweight, *dbias;  // null where no gradient is wanted
-  void* partial;               // blocks x 2 x columns sums in float (double for double); null without parameter gradients
+  double* partial;             // blocks x 2 x columns sums; null without parameter gradients
   int64_t blocks;              // of rows, at least 1; fixed by the number of rows alone
 };
 

@@ -6,8 +6,8 @@
 // Forward reads x once from memory (the further passes over a row find it in cache) and writes y; recompute does the same
 // from the saved statistics, without the passes that compute them; backward reads grad and x and writes dx: 2, 2 and 3
 // elements moved per element.
-// Parameter gradients: each block of rows sums into its own row of float, and the blocks are added in order in double, so the
-// result depends neither on the number of threads nor on who finished first.
+// Parameter gradients: each block of rows sums into its own row of double, and the blocks are added in order, so the result
+// depends neither on the number of threads nor on who finished first.
 #include "launchers.h"
 #include "parallel.h"
 
@@ -21,11 +21,13 @@ static inline int64_t row_offset(const RowView& view, int64_t row) {
 template <class F>
 struct RowStatistics {
   F mean, residual, rstd;  // the first two zero for RMSNorm
+  F shift() const { return -(residual * rstd); }
 };
 
+// h = (x - mean - residual) rstd; x - mean is exact where the mean is large, and the rest is one multiply-add.
 template <bool kCentred, class F>
-PYCKPT_HD F normalised(F x, const RowStatistics<F>& row) {
-  return kCentred ? ((x - row.mean) - row.residual) * row.rstd : x * row.rstd;
+PYCKPT_HD F normalised(F x, F mean, F rstd, F shift) {
+  return kCentred ? fused(x - mean, rstd, shift) : x * rstd;
 }
 
 template <bool kCentred, class F>
@@ -34,34 +36,47 @@ static inline RowStatistics<F> read_statistics(const F* statistics, int64_t rows
   return {F(0), F(0), statistics[row]};
 }
 
-// Two passes over the row in cache: the mean, then deviations from it. The mean of the deviations is what rounding took from
-// the mean, and corrects the variance too. What happens once a row is done in double.
+// Mean and variance in one pass over deviations from a first guess at the mean; what happens once a row is done in double.
+// The guess is the mean of the first elements. Where it is so far off (beyond 4 standard deviations) that the variance would
+// lose digits, the mean found replaces it in a second pass. RMSNorm's "deviations" are from 0.
 template <bool kCentred, class F>
 static inline RowStatistics<F> compute_statistics(const F* x, int64_t n, double eps) {
-  const F mean = kCentred ? sum_over<F>(n, [=](int64_t i) { return x[i]; }) / F(n) : F(0);
-  const Pair<double> sums = sum_pairs_over<F>(n, [=](int64_t i) {
-    const F d = kCentred ? x[i] - mean : x[i];
-    return Pair<F>{d, d * d};
-  });
-  const double residual = kCentred ? sums.first / double(n) : 0.0;
-  const double variance = sums.second / double(n) - residual * residual;
-  return {mean, F(residual), F(1.0 / __builtin_sqrt((variance < 0.0 ? 0.0 : variance) + eps))};
+  F guess = F(0);
+  if (kCentred) {
+    const int64_t few = smaller(n, 16);
+    for (int64_t i = 0; i < few; ++i) guess += x[i];
+    guess /= F(few);
+  }
+  double shift = 0, variance = 0;
+  for (int pass = 0; pass < 2; ++pass) {
+    const Pair<double> sums = sum_pairs_over<F>(n, [=](int64_t i) {
+      const F d = kCentred ? x[i] - guess : x[i];
+      return Pair<F>{d, d * d};
+    });
+    shift = kCentred ? sums.first / double(n) : 0.0;
+    variance = sums.second / double(n) - shift * shift;
+    if (shift * shift <= 16 * variance || pass == 1) break;
+    guess = F(double(guess) + shift);
+  }
+  const double mean = double(guess) + shift;
+  return {F(mean), F(mean - double(F(mean))), F(1.0 / __builtin_sqrt((variance < 0.0 ? 0.0 : variance) + eps))};
 }
 
 template <bool kCentred, class F>
 static inline void write_row(int64_t n, const F* x, const RowStatistics<F> row, const F* weight, const F* bias, F* y) {
+  const F mean = row.mean, rstd = row.rstd, shift = row.shift();
   if (weight && bias) {
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) y[i] = fused(normalised<kCentred>(x[i], row), weight[i], bias[i]);
+    for (int64_t i = 0; i < n; ++i) y[i] = fused(normalised<kCentred>(x[i], mean, rstd, shift), weight[i], bias[i]);
   } else if (weight) {
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) y[i] = normalised<kCentred>(x[i], row) * weight[i];
+    for (int64_t i = 0; i < n; ++i) y[i] = normalised<kCentred>(x[i], mean, rstd, shift) * weight[i];
   } else if (bias) {
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) y[i] = normalised<kCentred>(x[i], row) + bias[i];
+    for (int64_t i = 0; i < n; ++i) y[i] = normalised<kCentred>(x[i], mean, rstd, shift) + bias[i];
   } else {
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) y[i] = normalised<kCentred>(x[i], row);
+    for (int64_t i = 0; i < n; ++i) y[i] = normalised<kCentred>(x[i], mean, rstd, shift);
   }
 }
 
@@ -89,37 +104,86 @@ static void forward_rows(const NormArguments& a, void* y, F* statistics, bool re
   });
 }
 
-// One row of backward. With h = (x - mean) rstd and v = grad weight:
-// dx = rstd (v - mean(v) - h mean(v h)), without mean(v) for RMSNorm; dweight += grad h; dbias += grad.
-// The sums and both parameter gradients come from one pass, dx from a second over the row in cache.
-template <bool kCentred, bool kWeight, bool kParameters, class F>
-static inline void backward_row(int64_t n, const F* x, const F* grad, const F* weight, const RowStatistics<F> row, double eps,
-                                F* dx, F* dweight, F* dbias) {
-  const Pair<double> sums = sum_pairs_over<F>(n, [=](int64_t i) {
-    const F g = grad[i], h = normalised<kCentred>(x[i], row), v = kWeight ? g * weight[i] : g;
-    if (kParameters) {
-      dweight[i] = fused(g, h, dweight[i]);
-      if (kCentred) dbias[i] += g;
+// Backward. With h = (x - mean) rstd and v = grad weight:
+// dx = rstd (v - mean(v) - h mean(v h)), without mean(v) for RMSNorm; dweight = sum of grad h, dbias = sum of grad over
+// rows. A first pass over kRows rows side by side gives the sums of v h and v and adds to the parameter gradients: side by
+// side, because the gradients then cost one load and store for all the rows. A second pass, in cache, writes dx.
+constexpr int kGroup = 4;        // rows side by side
+constexpr int kRun = 16;         // rows whose parameter gradients are summed in F before they are added in double
+constexpr int64_t kStep = 16;    // elements of a row at once; lane j sums elements j, j + kStep, ...
+
+template <int kRows, bool kCentred, bool kWeight, bool kParameters, class F>
+static inline void reduce_rows(int64_t n, const F* const* x, const F* const* grad, const F* weight, const RowStatistics<F>* rows,
+                               F* dweight, F* dbias, Pair<double>* sums) {
+  F mean[kRows], rstd[kRows], shift[kRows];
+  for (int k = 0; k < kRows; ++k) {
+    sums[k] = {0, 0};
+    mean[k] = rows[k].mean;
+    rstd[k] = rows[k].rstd;
+    shift[k] = rows[k].shift();
+  }
+  for (int64_t start = 0; start < n; start += kChunk) {
+    const int64_t end = smaller(n, start + kChunk);
+    F along[kRows][kStep] = {}, level[kRows][kStep] = {};
+    const auto visit = [&](int64_t i, int64_t j) {
+      const F w = kWeight ? weight[i] : F(1);
+      F by_h[kRows], by_one[kRows];
+#pragma GCC unroll 4
+      for (int k = 0; k < kRows; ++k) {
+        const F g = grad[k][i], h = normalised<kCentred>(x[k][i], mean[k], rstd[k], shift[k]), v = kWeight ? g * w : g;
+        along[k][j] = fused(v, h, along[k][j]);
+        if (kCentred) level[k][j] += v;
+        by_h[k] = g * h;
+        by_one[k] = g;
+      }
+      if (kParameters) {
+        dweight[i] += kRows == 4 ? (by_h[0] + by_h[1 % kRows]) + (by_h[2 % kRows] + by_h[3 % kRows]) : by_h[0];
+        if (kCentred)
+          dbias[i] += kRows == 4 ? (by_one[0] + by_one[1 % kRows]) + (by_one[2 % kRows] + by_one[3 % kRows]) : by_one[0];
+      }
+    };
+    int64_t i = start;
+    for (; i + kStep <= end; i += kStep) {
+#pragma omp simd
+      for (int64_t j = 0; j < kStep; ++j) visit(i + j, j);
     }
-    return Pair<F>{v * h, v};
-  });
-  if (!dx) return;
+    for (int64_t j = 0; j < end - i; ++j) visit(i + j, j);
+    for (int k = 0; k < kRows; ++k) {
+      sums[k].first += double(fold16(along[k], Add{}));
+      if (kCentred) sums[k].second += double(fold16(level[k], Add{}));
+    }
+  }
+}
+
+template <bool kCentred, bool kWeight, class F>
+static inline void input_gradient(int64_t n, const F* x, const F* grad, const F* weight, const RowStatistics<F> row,
+                                  const Pair<double> sums, double eps, F* dx) {
+  const F mean = row.mean, rstd = row.rstd, shift = row.shift();
   if (n == 1) {  // LayerNorm: constant, gradient 0 (NaN where x is). RMSNorm: v (1 - h^2) = v eps rstd^2, without cancellation
-    const double rstd = double(row.rstd);
-    dx[0] = F(kCentred ? 0.0 * rstd : sums.second * eps * rstd * rstd * rstd);
+    const double r = double(rstd), v = double(kWeight ? grad[0] * weight[0] : grad[0]);
+    dx[0] = F(kCentred ? 0.0 * r : v * eps * r * r * r);
     return;
   }
-  const F along = F(sums.first / double(n)), level = kCentred ? F(sums.second / double(n)) : F(0), rstd = row.rstd;
+  const F along = F(sums.first / double(n)), level = kCentred ? F(sums.second / double(n)) : F(0);
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
     const F centred = kWeight ? fused(grad[i], weight[i], -level) : grad[i] - level;
-    dx[i] = rstd * fused(-normalised<kCentred>(x[i], row), along, centred);
+    dx[i] = rstd * fused(-normalised<kCentred>(x[i], mean, rstd, shift), along, centred);
+  }
+}
+
+template <class F>
+static inline void flush(F* run, double* sums, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    sums[i] += double(run[i]);
+    run[i] = F(0);
   }
 }
 
 // gradient[i] = sum over blocks of sums[block * 2 n + i], in order.
 template <class F>
-static void add_blocks(const F* sums, int64_t blocks, int64_t n, int dtype, void* gradient, int threads) {
+static void add_blocks(const double* sums, int64_t blocks, int64_t n, int dtype, void* gradient, int threads) {
   if (!gradient) return;
   constexpr int64_t kColumns = 256;
   parallel_for(n, kColumns, divide_up(kGrain, blocks), threads, [&](int64_t begin, int64_t end) {
@@ -129,9 +193,9 @@ static void add_blocks(const F* sums, int64_t blocks, int64_t n, int dtype, void
       const int64_t count = smaller(kColumns, end - start);
       for (int64_t i = 0; i < count; ++i) total[i] = 0;
       for (int64_t block = 0; block < blocks; ++block) {
-        const F* from = sums + block * 2 * n + start;
+        const double* from = sums + block * 2 * n + start;
 #pragma omp simd
-        for (int64_t i = 0; i < count; ++i) total[i] += double(from[i]);
+        for (int64_t i = 0; i < count; ++i) total[i] += from[i];
       }
       F* out = target(dtype, gradient, start, wide);
       for (int64_t i = 0; i < count; ++i) out[i] = F(total[i]);
@@ -142,31 +206,47 @@ static void add_blocks(const F* sums, int64_t blocks, int64_t n, int dtype, void
 
 template <bool kCentred, bool kWeight, bool kParameters, class F>
 static void backward_rows(const NormArguments& a, const NormGradients& out, int threads) {
-  F* partial = static_cast<F*>(out.partial);
+  double* partial = out.partial;
   const F* statistics = static_cast<const F*>(out.statistics);
   const int64_t n = a.columns, block_rows = divide_up(a.rows, out.blocks);
   parallel_rows(out.blocks, n * block_rows, threads, [&](int64_t first, int64_t last) {
-    const Scratch<F> scratch(4 * n);
-    const F* weight = kWeight ? widen(a.parameter_dtype, a.weight, 0, n, scratch.at(3 * n)) : nullptr;
+    const Scratch<F> scratch((2 * kGroup + 4) * n);
+    F* run = scratch.at((2 * kGroup + 2) * n);  // dweight, then dbias
+    const F* weight = kWeight ? widen(a.parameter_dtype, a.weight, 0, n, scratch.at(2 * kGroup * n)) : nullptr;
     for (int64_t block = first; block < last; ++block) {
-      F* dweight = kParameters ? partial + block * 2 * n : nullptr;
-      F* dbias = kParameters ? dweight + n : nullptr;
-      if (kParameters)
-        for (int64_t i = 0; i < 2 * n; ++i) dweight[i] = F(0);
-      const int64_t end = smaller(a.rows, (block + 1) * block_rows);
-      for (int64_t row = block * block_rows; row < end; ++row) {
-        const F* x = widen(a.dtype, a.x, row_offset(a.x_view, row), n, scratch.at(0));
-        const F* grad = widen(a.dtype, out.grad, row_offset(out.grad_view, row), n, scratch.at(n));
-        F* dx = out.dx ? target(a.dtype, out.dx, row * n, scratch.at(2 * n)) : nullptr;
-        backward_row<kCentred, kWeight, kParameters>(n, x, grad, weight, read_statistics<kCentred>(statistics, a.rows, row),
-                                                     a.eps, dx, dweight, dbias);
-        if (dx) narrow(a.dtype, dx, out.dx, row * n, n);
+      double* sums = kParameters ? partial + block * 2 * n : nullptr;
+      for (int64_t i = 0; kParameters && i < 2 * n; ++i) {
+        sums[i] = 0;
+        run[i] = 0;
+      }
+      const int64_t begin = block * block_rows, end = smaller(a.rows, begin + block_rows);
+      for (int64_t row = begin; row < end; row += kGroup) {
+        const int count = int(smaller(kGroup, end - row));
+        const F *x[kGroup], *grad[kGroup];
+        RowStatistics<F> rows[kGroup];
+        for (int k = 0; k < count; ++k) {
+          x[k] = widen(a.dtype, a.x, row_offset(a.x_view, row + k), n, scratch.at(k * n));
+          grad[k] = widen(a.dtype, out.grad, row_offset(out.grad_view, row + k), n, scratch.at((kGroup + k) * n));
+          rows[k] = read_statistics<kCentred>(statistics, a.rows, row + k);
+        }
+        Pair<double> row_sums[kGroup];
+        if (count == kGroup)
+          reduce_rows<kGroup, kCentred, kWeight, kParameters>(n, x, grad, weight, rows, run, run + n, row_sums);
+        else
+          for (int k = 0; k < count; ++k)
+            reduce_rows<1, kCentred, kWeight, kParameters>(n, x + k, grad + k, weight, rows + k, run, run + n, row_sums + k);
+        if (kParameters && ((row - begin) % kRun == kRun - kGroup || row + count == end)) flush(run, sums, 2 * n);
+        for (int k = 0; out.dx && k < count; ++k) {
+          F* dx = target(a.dtype, out.dx, (row + k) * n, scratch.at((2 * kGroup + 1) * n));
+          input_gradient<kCentred, kWeight>(n, x[k], grad[k], weight, rows[k], row_sums[k], a.eps, dx);
+          narrow(a.dtype, dx, out.dx, (row + k) * n, n);
+        }
       }
     }
   });
   if (!kParameters) return;
-  add_blocks(partial, out.blocks, n, a.parameter_dtype, out.dweight, threads);
-  add_blocks(partial + n, out.blocks, n, a.parameter_dtype, out.dbias, threads);
+  add_blocks<F>(partial, out.blocks, n, a.parameter_dtype, out.dweight, threads);
+  add_blocks<F>(partial + n, out.blocks, n, a.parameter_dtype, out.dbias, threads);
 }
 
 void norm_forward(const NormArguments& a, void* y, void* statistics, bool recompute, int threads) {

@@ -48,14 +48,34 @@ static inline void parallel_rows(int64_t rows, int64_t columns, int num_threads,
 constexpr int64_t kLanes = 64;
 constexpr int64_t kChunk = 64 * kLanes;  // chunk sums are added in double, so that the error does not grow with n
 
-template <class F>
-static inline F fold(F* lanes) {
-  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
-#pragma omp simd
-    for (int64_t j = 0; j < width; ++j) lanes[j] += lanes[j + width];
-  }
-  return lanes[0];
+// Combines sixteen lanes pairwise, as scalars: narrower and narrower vectors would wait for each other's stores.
+template <class F, class Combine>
+PYCKPT_HD F fold16(const F* lanes, const Combine& combine) {
+  const auto four = [&](int64_t j) {
+    return combine(combine(lanes[j], lanes[j + 8]), combine(lanes[j + 4], lanes[j + 12]));
+  };
+  return combine(combine(four(0), four(2)), combine(four(1), four(3)));
 }
+template <class F, class Combine>
+PYCKPT_HD F fold(F* lanes, const Combine& combine) {
+  for (int64_t width = kLanes / 2; width >= 16; width /= 2) {
+#pragma omp simd
+    for (int64_t j = 0; j < width; ++j) lanes[j] = combine(lanes[j], lanes[j + width]);
+  }
+  return fold16(lanes, combine);
+}
+struct Add {
+  template <class F>
+  F operator()(F a, F b) const {
+    return a + b;
+  }
+};
+struct Larger {  // NaN in b left out
+  template <class F>
+  F operator()(F a, F b) const {
+    return b > a ? b : a;
+  }
+};
 
 // visit(i, lane) for every i in [0, n), with lane = i % kLanes.
 template <class Visit>
@@ -81,7 +101,7 @@ static inline F sum_over(int64_t n, const Term& term) {
   for (int64_t start = 0; start < n; start += kChunk) {
     F lanes[kLanes] = {};
     in_lanes(smaller(kChunk, n - start), [&](int64_t i, int64_t j) { lanes[j] += term(start + i); });
-    total += double(fold(lanes));
+    total += double(fold(lanes, Add{}));
   }
   return F(total);
 }
@@ -97,8 +117,8 @@ static inline Pair<double> sum_pairs_over(int64_t n, const Term& term) {
       a[j] += t.first;
       b[j] += t.second;
     });
-    first += double(fold(a));
-    second += double(fold(b));
+    first += double(fold(a, Add{}));
+    second += double(fold(b, Add{}));
   }
   return {first, second};
 }
@@ -108,15 +128,8 @@ template <class F, class Value>
 static inline F maximum_over(int64_t n, const Value& value) {
   F lanes[kLanes];
   for (int64_t j = 0; j < kLanes; ++j) lanes[j] = -F(__builtin_huge_val());
-  in_lanes(n, [&](int64_t i, int64_t j) {
-    const F v = value(i);
-    lanes[j] = v > lanes[j] ? v : lanes[j];
-  });
-  for (int64_t width = kLanes / 2; width > 0; width /= 2) {
-#pragma omp simd
-    for (int64_t j = 0; j < width; ++j) lanes[j] = lanes[j + width] > lanes[j] ? lanes[j + width] : lanes[j];
-  }
-  return lanes[0];
+  in_lanes(n, [&](int64_t i, int64_t j) { lanes[j] = Larger{}(lanes[j], value(i)); });
+  return fold(lanes, Larger{});
 }
 
 }  // namespace PYCKPT_ISA

@@ -44,14 +44,14 @@ PYCKPT_HD F infinity() {
 }
 
 // scores[i] = scale x[i] + mask[i], or -inf where masked: what lies behind a mask, even NaN, is not looked at. Returns whether
-// the mask keeps anything. `staged` has room for a row of the mask.
+// the mask keeps anything, and in `top` the maximum. `staged` has room for a row of the mask.
 template <class F>
-static inline bool row_scores(const SoftmaxArguments& a, const F* x, int64_t mask_offset, int64_t visible, F* staged, F* scores) {
+static inline bool row_scores(const SoftmaxArguments& a, const F* x, int64_t mask_offset, int64_t visible, F* staged, F* scores,
+                              F* top) {
   const F scale = F(a.scale), lowest = -infinity<F>();
   const int64_t step = a.mask.column_stride;
   if (a.mask.kind == kNoMask) {
-#pragma omp simd
-    for (int64_t i = 0; i < visible; ++i) scores[i] = x[i] * scale;
+    *top = maximum_over<F>(visible, [=](int64_t i) { return scores[i] = x[i] * scale; });
     return visible > 0;
   }
   int kept = 0;
@@ -63,6 +63,7 @@ static inline bool row_scores(const SoftmaxArguments& a, const F* x, int64_t mas
       kept |= k;
       scores[i] = k ? x[i] * scale : lowest;
     }
+    *top = maximum_over<F>(visible, [=](int64_t i) { return scores[i]; });
     return kept != 0;
   }
   const F* add = staged;
@@ -76,6 +77,7 @@ static inline bool row_scores(const SoftmaxArguments& a, const F* x, int64_t mas
     kept |= m != lowest;
     scores[i] = m == lowest ? lowest : fused(x[i], scale, m);
   }
+  *top = maximum_over<F>(visible, [=](int64_t i) { return scores[i]; });
   return kept != 0;
 }
 
@@ -98,6 +100,9 @@ struct Quotient {
   F sum, inverse;
   explicit Quotient(F total) : sum(total), inverse(total == F(0) ? F(0) : F(1) / total) {}
   F operator()(F e) const {
+#if !defined(PYCKPT_FUSED)
+    return sum == F(0) ? F(0) : e / sum;
+#endif
     const F q = e * inverse;
     return fused(fused(-q, sum, e), inverse, q);
   }
@@ -116,15 +121,15 @@ static void forward_rows(const SoftmaxArguments& a, void* y, F* statistics, bool
       const int64_t visible = visible_columns(a, at.query);
       const F* x = widen(a.dtype, a.x, at.x, visible, scratch.at(0));
       F* out = target(a.dtype, y, row * n, scratch.at(n));
-      const bool kept = row_scores(a, x, at.mask, visible, scratch.at(2 * n), scores);
       F top, sum;
+      const bool kept = row_scores(a, x, at.mask, visible, scratch.at(2 * n), scores, &top);
       if (recompute) {
         top = statistics[row];
         sum = statistics[rows + row];
 #pragma omp simd
         for (int64_t i = 0; i < visible; ++i) scores[i] = exp_nonpositive(scores[i] - top);
       } else {
-        top = kept ? maximum_over<F>(visible, [=](int64_t i) { return scores[i]; }) : F(0);
+        top = kept ? top : F(0);
         sum = sum_over<F>(visible, [=](int64_t i) { return scores[i] = exp_nonpositive(scores[i] - top); });
         statistics[row] = top;
         statistics[rows + row] = sum;
@@ -171,8 +176,9 @@ static void backward_rows(const SoftmaxArguments& a, const SoftmaxGradients& out
       } else {
         const F* x = widen(a.dtype, a.x, at.x, visible, scratch.at(2 * n));
         F *again = scratch.at(3 * n), *dropped = scratch.at(4 * n);
-        row_scores(a, x, at.mask, visible, scratch.at(5 * n), again);
-        const F top = statistics[row];
+        F top;
+        row_scores(a, x, at.mask, visible, scratch.at(5 * n), again, &top);
+        top = statistics[row];
         const Quotient<F> quotient(statistics[rows + row]);
         with_factors<F>(rule, row * n, visible, [&](int64_t start, int64_t count, const F* factors) {
 #pragma omp simd

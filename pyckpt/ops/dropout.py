@@ -113,7 +113,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    if not training:
+    if not training or p == 0.0:
         return input
     if lowered(input):
         if not isinstance(input, Tensor) or not input.is_floating_point():
@@ -123,8 +123,6 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         # The compiler gets one opaque op (torch's own random numbers would be another mask); everyone else the expression.
         y = dropout_op.overload(input, seed, p) if torch.compiler.is_compiling() else _reference(input, seed, p)
         return input.copy_(y) if inplace else y
-    if p == 0.0:
-        return input if inplace else input.clone() if not needs_grad(input) else input * 1.0
     seed = new_seed(input.device)
     if inplace or needs_grad(input):
         return DropoutFunction.apply(input, seed, p, inplace)

@@ -3,7 +3,7 @@ https://arxiv.org/abs/1910.07467).
 
 Saved for backward: the input and, per row, float32 statistics (float64 for double): LayerNorm 3 (mean, the part of the mean
 lost to rounding, rstd), RMSNorm 1 (rstd). The output is recomputed from these by the forward's last pass, bit for bit.
-Parameter gradients are summed in a fixed order, in float32 within blocks of rows and float64 across them.
+Parameter gradients are summed in a fixed order, by blocks of rows, in float64.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def _cpu_bwd(
     dweight = torch.empty(*shape, dtype=dtype) if wanted[1] else torch.empty(0)
     dbias = torch.empty(*shape, dtype=dtype) if wanted[2] else torch.empty(0)
     # Blocks depend on the number of rows alone, so that sums do not depend on the number of threads.
-    blocks = max(1, min(128, rows // 32))
-    sums = torch.empty(blocks, 2, columns, dtype=statistics.dtype) if wanted[1] or wanted[2] else None
+    blocks = max(1, min(64, rows // 64))
+    sums = torch.empty(blocks, 2, columns, dtype=torch.float64) if wanted[1] or wanted[2] else None
     native.norm_backward(
         kind, code(x), DTYPES[dtype][0], rows, columns, eps, rows_of_x.data_ptr(), view, address(weight),
         rows_of_grad.data_ptr(), grad_view, statistics.data_ptr(), dx.data_ptr(),
