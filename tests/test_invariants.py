@@ -142,15 +142,20 @@ def test_zero_dimensional(name, backend):
 @every_dtype
 @every_case
 def test_nan_and_infinity_as_torch(case, dtype, backend):
-    """Rows with one NaN or infinity, compared in float64: torch's own vectorised float kernels disagree with its scalar ones."""
+    """Rows with one NaN or infinity, compared in float64: torch's own vectorised float kernels disagree with its scalar ones
+    (gelu(inf) is NaN there), which the reference backend inherits."""
     rows = draw(5, 24, dtype=dtype)
+    # What is masked is 0 here, also in a row of NaN where the composition in torch gives NaN.
+    visible = case.eager(rows.double(), *case.make_parameters(torch.float64, 24)) != 0 if case.masked else slice(None)
     for i, value in enumerate((float("nan"), float("inf"), -float("inf"))):
         rows[i + 2, 3] = value
     parameters = case.make_parameters(dtype, 24)
     grad = draw(5, 24, dtype=dtype)
     actual = run(case.call, rows, parameters, grad)
-    eager = run(case.eager, rows.double(), [p.double() for p in parameters], grad.double())
+    wide = torch.float64 if backend != "reference" or dtype == torch.float64 else torch.float32
+    eager = run(case.eager, rows.to(wide), [p.to(wide) for p in parameters], grad.to(wide))
     for a, e in zip(actual[:2], eager[:2], strict=True):
+        a, e = a[visible], e[visible]
         assert torch.equal(a.isnan(), e.isnan()), (a, e)
         assert torch.equal(a.isposinf(), e.isposinf()) and torch.equal(a.isneginf(), e.isneginf())
 

@@ -46,7 +46,9 @@ def run(command, *, cwd, ok=True, **environment):
 
 
 def python(code, *, cwd, path, ok=True):
-    return run([sys.executable, "-c", code], cwd=cwd, ok=ok, PYTHONPATH=str(path))
+    """Runs code with the package at `path`. An editable install would lend it the checkout's native module."""
+    alone = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in repr(f)]\n"
+    return run([sys.executable, "-c", alone + code], cwd=cwd, ok=ok, PYTHONPATH=str(path))
 
 
 def pip(*arguments, cwd, ok=True, **environment):

@@ -21,13 +21,13 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
-
-
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without a lazy negation, which raw pointers cannot see."""
     return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor if tensor is None else resolved(tensor).contiguous()
 
 
 def elementwise_view(*tensors: torch.Tensor, ordered: bool = False) -> list[int]:
@@ -61,9 +61,9 @@ def as_rows(x: torch.Tensor, trailing: int) -> tuple[torch.Tensor, tuple[int, in
     The view is (inner, outer stride, inner stride): row i starts at (i // inner) * outer stride + (i % inner) * inner stride.
     """
     columns = math.prod(x.shape[x.dim() - trailing :])
+    x = resolved(x)
     if x.is_contiguous():
         return x, (1, columns, 0)
-    x = resolved(x)
     expected = 1
     for d in range(x.dim() - 1, x.dim() - trailing - 1, -1):
         if x.shape[d] != 1 and x.stride(d) != expected:

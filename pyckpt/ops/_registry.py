@@ -108,7 +108,6 @@ def lowered(x: Any) -> bool:
         or x.dtype not in DTYPES
         or not (x.is_cpu or x.is_cuda)
         or x.layout is not torch.strided
-        or x.is_neg()
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0

@@ -47,7 +47,7 @@ def _reference_fwd(kind: int, x: Tensor, shape: Sequence[int], weight: Tensor | 
     rstd = torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
     statistics = [rstd] if mean is None or residual is None else [mean, residual, rstd]
     rows = _row_count(x, shape)
-    y = _affine(centred * rstd, weight, bias, dtype).to(x.dtype)
+    y = _affine(centred * rstd, weight, bias, dtype).to(x.dtype).contiguous()
     return y, torch.stack([s.reshape(rows) for s in statistics]).detach()
 
 
@@ -63,7 +63,7 @@ def _reference_recompute(
     per_row = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
     parts = [s.reshape(per_row) for s in statistics]
     h = x.to(dtype) * parts[0] if kind == _RMS else ((x.to(dtype) - parts[0]) - parts[1]) * parts[2]
-    return _affine(h, weight, bias, dtype).to(x.dtype)
+    return _affine(h, weight, bias, dtype).to(x.dtype).contiguous()
 
 
 def _reference_bwd(

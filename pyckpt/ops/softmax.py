@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends
-from ._native import address, code, columns_adjacent, flat, native
+from ._native import address, code, columns_adjacent, flat, native, resolved
 from ._registry import DTYPES, PLAIN, Op, autocast_to_float32, by_torch, describe, lowered, needs_grad, not_differentiable
 from .dropout import dropout, dropout_factors, new_seed
 
@@ -60,7 +60,7 @@ def _expression(
     x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float, seed: Tensor | None
 ) -> Tensor:
     p = _probabilities(x, mask, scale, causal)[0]
-    return (p if seed is None else p * dropout_factors(p, seed, dropout_p)).to(x.dtype)
+    return (p if seed is None else p * dropout_factors(p, seed, dropout_p)).to(x.dtype).contiguous()
 
 
 def _statistics_shape(x: Tensor) -> tuple[int, int]:
@@ -71,7 +71,7 @@ def _reference_fwd(
     x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     p, top, total = _probabilities(x, mask, scale, causal)
-    y = (p if seed is None else p * dropout_factors(p, seed, dropout_p)).to(x.dtype)
+    y = (p if seed is None else p * dropout_factors(p, seed, dropout_p)).to(x.dtype).contiguous()
     return y, torch.stack([top, total]).reshape(_statistics_shape(x))
 
 
@@ -236,7 +236,7 @@ def _cpu_fwd(
     x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     y, statistics = _fake_fwd(x)
-    x = columns_adjacent(x)
+    x, mask = columns_adjacent(x), mask if mask is None else resolved(mask)
     arguments = _cpu_arguments(x, mask, scale, causal, dropout_p, seed)
     native.softmax_forward(*arguments, y.data_ptr(), statistics.data_ptr(), False, torch.get_num_threads())
     return y, statistics
@@ -253,7 +253,7 @@ def _cpu_recompute(
     statistics: Tensor,
 ) -> Tensor:
     y = _contiguous_like(x)
-    x = columns_adjacent(x)
+    x, mask = columns_adjacent(x), mask if mask is None else resolved(mask)
     arguments = _cpu_arguments(x, mask, scale, causal, dropout_p, seed)
     native.softmax_forward(*arguments, y.data_ptr(), statistics.data_ptr(), True, torch.get_num_threads())
     return y
@@ -282,6 +282,7 @@ def _cpu_dropout_bwd(
     grad_scale: float,
 ) -> Tensor:
     dx, x, grad = _contiguous_like(x), columns_adjacent(x), columns_adjacent(grad)
+    mask = mask if mask is None else resolved(mask)
     arguments = _cpu_arguments(x, mask, scale, causal, dropout_p, seed, grad)
     masked = mask is not None or causal is not None
     native.softmax_backward(
