@@ -1,5 +1,6 @@
 """Random shapes, strides, dtypes and options: the CPU kernels against the reference backend."""
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
