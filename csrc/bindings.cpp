@@ -72,7 +72,8 @@ void activation_forward(int op, int dtype, Address x, Address y, int64_t n, cons
 
 void activation_backward(int op, int dtype, Address grad, Address x, Address dx, int64_t n, const Integers& view, int threads) {
   const StridedView s = strided(view, 3);
-  active->kernels->activation_backward(op, dtype, pointer(grad), pointer(x), pointer(dx), n, view.empty() ? nullptr : &s, threads);
+  active->kernels->activation_backward(op, dtype, pointer(grad), pointer(x), pointer(dx), n, view.empty() ? nullptr : &s,
+                                       threads);
 }
 
 void dropout(int dtype, Address x, Address y, int64_t n, const Integers& view, double p, Address seed, int threads) {
@@ -84,18 +85,24 @@ using View = std::array<int64_t, 3>;  // inner, outer stride, inner stride
 
 void norm_forward(int kind, int dtype, int parameter_dtype, int64_t rows, int64_t columns, double eps, Address x, View x_view,
                   Address weight, Address bias, Address y, Address statistics, bool recompute, int threads) {
-  const NormArguments arguments{kind, dtype, parameter_dtype, rows, columns, eps, pointer(x), pointer(weight), pointer(bias),
-                                {x_view[0], x_view[1], x_view[2]}};
+  const NormArguments arguments{kind, dtype,      parameter_dtype, rows,          columns,
+                                eps,  pointer(x), pointer(weight), pointer(bias), {x_view[0], x_view[1], x_view[2]}};
   active->kernels->norm_forward(arguments, pointer(y), pointer(statistics), recompute, threads);
 }
 
 void norm_backward(int kind, int dtype, int parameter_dtype, int64_t rows, int64_t columns, double eps, Address x, View x_view,
                    Address weight, Address grad, View grad_view, Address statistics, Address dx, Address dweight, Address dbias,
                    Address partial, int64_t blocks, int threads) {
-  const NormArguments arguments{kind, dtype, parameter_dtype, rows, columns, eps, pointer(x), pointer(weight), nullptr,
-                                {x_view[0], x_view[1], x_view[2]}};
-  const NormGradients gradients{pointer(grad), pointer(statistics), {grad_view[0], grad_view[1], grad_view[2]},
-                                pointer(dx), pointer(dweight), pointer(dbias), pointer<double>(partial), blocks};
+  const NormArguments arguments{kind, dtype,      parameter_dtype, rows,    columns,
+                                eps,  pointer(x), pointer(weight), nullptr, {x_view[0], x_view[1], x_view[2]}};
+  const NormGradients gradients{pointer(grad),
+                                pointer(statistics),
+                                {grad_view[0], grad_view[1], grad_view[2]},
+                                pointer(dx),
+                                pointer(dweight),
+                                pointer(dbias),
+                                pointer<double>(partial),
+                                blocks};
   active->kernels->norm_backward(arguments, gradients, threads);
 }
 
@@ -104,27 +111,35 @@ SoftmaxArguments softmax_arguments(int dtype, Address x, const Integers& rows, i
                                    int mask_kind, Address mask, int64_t mask_step, int64_t causal_offset, bool causal,
                                    double dropout_p, Address seed) {
   const int64_t* sizes = rows.data();
-  return {dtype, pointer(x), sizes + dims, dims, sizes, columns, scale,
+  return {dtype,
+          pointer(x),
+          sizes + dims,
+          dims,
+          sizes,
+          columns,
+          scale,
           {mask_kind, pointer(mask), sizes + 2 * dims, mask_step},
-          causal ? causal_offset : kNotCausal, dropout_p, pointer<int64_t>(seed)};
+          causal ? causal_offset : kNotCausal,
+          dropout_p,
+          pointer<int64_t>(seed)};
 }
 
 void softmax_forward(int dtype, Address x, const Integers& rows, int64_t dims, int64_t columns, double scale, int mask_kind,
-                     Address mask, int64_t mask_step, int64_t causal_offset, bool causal, double dropout_p, Address seed, Address y,
-                     Address statistics, bool recompute, int threads) {
-  active->kernels->softmax_forward(softmax_arguments(dtype, x, rows, dims, columns, scale, mask_kind, mask, mask_step,
-                                                     causal_offset, causal, dropout_p, seed),
-                                   pointer(y), pointer(statistics), recompute, threads);
+                     Address mask, int64_t mask_step, int64_t causal_offset, bool causal, double dropout_p, Address seed,
+                     Address y, Address statistics, bool recompute, int threads) {
+  active->kernels->softmax_forward(
+      softmax_arguments(dtype, x, rows, dims, columns, scale, mask_kind, mask, mask_step, causal_offset, causal, dropout_p, seed),
+      pointer(y), pointer(statistics), recompute, threads);
 }
 
 void softmax_backward(int dtype, Address x, const Integers& rows, int64_t dims, int64_t columns, double scale, int mask_kind,
                       Address mask, int64_t mask_step, int64_t causal_offset, bool causal, double dropout_p, Address seed,
                       Address grad, Address y, Address statistics, Address dx, double grad_scale, bool masked, int threads) {
-  const SoftmaxGradients gradients{pointer(grad), rows.data() + 3 * dims, pointer(y), pointer(statistics), pointer(dx), grad_scale,
-                                   masked};
-  active->kernels->softmax_backward(softmax_arguments(dtype, x, rows, dims, columns, scale, mask_kind, mask, mask_step,
-                                                      causal_offset, causal, dropout_p, seed),
-                                    gradients, threads);
+  const SoftmaxGradients gradients{
+      pointer(grad), rows.data() + 3 * dims, pointer(y), pointer(statistics), pointer(dx), grad_scale, masked};
+  active->kernels->softmax_backward(
+      softmax_arguments(dtype, x, rows, dims, columns, scale, mask_kind, mask, mask_step, causal_offset, causal, dropout_p, seed),
+      gradients, threads);
 }
 
 py::dict build_info() {

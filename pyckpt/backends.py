@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 # torch's OpenMP runtime must be in the process before the extension's symbols are resolved, hence after torch.
 native: Any = None
 try:
@@ -126,12 +124,3 @@ register("cuda", "cuda", "this version has no CUDA kernels yet")
 register("triton", "cuda", "this version has no Triton kernels yet")
 
 _environment = _require(os.environ["PYCKPT_BACKEND"]) if os.environ.get("PYCKPT_BACKEND") else None
-
-
-def versions() -> dict[str, str]:
-    """Versions that matter in a bug report."""
-    found = {"torch": torch.__version__}
-    if native is not None:
-        found["pyckpt._C"] = native.build_info()["version"]
-        found["compiler"] = native.build_info()["compiler"]
-    return found

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import nn
 
@@ -107,8 +108,15 @@ EXACT = [layer for layer in LAYERS if not layer.random]
 RANDOM = [layer for layer in LAYERS if layer.random]
 
 
-def by_name(layers):
-    return {"argvalues": layers, "ids": [layer.name for layer in layers]}
+# One layer for each way into the package: enough for the quick run of what costs a compilation per layer.
+QUICK = {"gelu", "layer_norm", "rms_norm", "softmax_bias", "softmax_causal", "dropout", "softmax_dropout"}
+
+
+def by_name(layers, costly=False):
+    """Arguments of parametrize; with `costly` most layers are left to the slow run."""
+    marks = [() if not costly or layer.name in QUICK else pytest.mark.slow for layer in layers]
+    params = [pytest.param(layer, id=layer.name, marks=m) for layer, m in zip(layers, marks, strict=True)]
+    return {"argvalues": params}
 
 
 def gradients(module, x, grad=None, seed=0):

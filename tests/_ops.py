@@ -194,5 +194,7 @@ def compare(case, make, dtype, draws=10, what=""):
         right = case.exact(oracle.wide(x), oracle.wide(grad), dtype, *(oracle.wide(p) for p in parameters))
         exact.append([np.asarray(r) for r in right])
     names = ["y", "dx", *(f"dparameter{i}" for i in range(len(case.parameters)))]
-    for name, a, e, right in zip(names, zip(*actual), zip(*eager), zip(*exact), strict=True):
-        oracle.check(a, e, right, f"{case.name} {what} {name}")
+    for i, name in enumerate(names):
+        oracle.check(
+            [a[i] for a in actual], [e[i] for e in eager], [r[i] for r in exact], f"{case.name} {what} {name}"
+        )

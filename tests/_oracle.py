@@ -51,7 +51,9 @@ def check(actual, eager, exact, what=""):
         largest = max(largest, np.abs(right).max())
     dtype = actual[0].dtype
     bound = WIDE(1.1) * eager_error + WIDE(ulp(largest, dtype))
-    assert error <= bound, f"{what}: error {error:.3g} exceeds {bound:.3g} (eager's {eager_error:.3g}), {dtype}"
+    assert error <= bound, (
+        f"{what}: error {error:.3g} exceeds {bound:.3g} (eager's {eager_error:.3g}), {dtype}"
+    )
 
 
 def _erfc(z, dtype):
@@ -59,7 +61,9 @@ def _erfc(z, dtype):
     if dtype != torch.float64:
         return np.vectorize(math.erfc, otypes=[WIDE])(z.astype(np.float64))
     with mpmath.workdps(30):
-        return np.vectorize(lambda v: WIDE(mpmath.nstr(mpmath.erfc(mpmath.mpf(np.format_float_positional(v))), 25)))(z)
+        return np.vectorize(
+            lambda v: WIDE(mpmath.nstr(mpmath.erfc(mpmath.mpf(np.format_float_positional(v))), 25))
+        )(z)
 
 
 def _sigmoid(x):

@@ -28,5 +28,3 @@ class Adapter:
     @staticmethod
     def softmax(x, dim=-1, mask=None, scale=1.0):
         return F.softmax(x, dim, mask=mask, scale=scale)
-
-

@@ -21,7 +21,13 @@ def test_accuracy(case, dtype, kind, backend):
 @every_case
 def test_accuracy_on_every_instruction_set(case, dtype, isa):
     for shape in ((9, 203), (2, 2, 64)):
-        compare(case, lambda: torch.randn(shape, dtype=torch.float64), dtype, draws=8, what=f"{isa} {shape}")
+        compare(
+            case,
+            lambda shape=shape: torch.randn(shape, dtype=torch.float64),
+            dtype,
+            draws=8,
+            what=f"{isa} {shape}",
+        )
 
 
 @pytest.mark.parametrize("shape", [(1,), (5, 1), (1, 65), (3, 4100), (300, 130)], ids=str)
@@ -38,4 +44,6 @@ def test_sizes(case, shape, backend):
 def test_long_rows_and_many_rows(case, dtype, backend):
     shapes = [(3, 65537)] if case.masked else [(3, 65537), (131073, 3)]
     for shape in shapes:
-        compare(case, lambda: torch.randn(shape, dtype=torch.float64), dtype, draws=1, what=str(shape))
+        compare(
+            case, lambda shape=shape: torch.randn(shape, dtype=torch.float64), dtype, draws=1, what=str(shape)
+        )

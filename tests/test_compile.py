@@ -10,10 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pyckpt.functional as F
-from tests._layers import COLUMNS, EXACT, LAYERS, RANDOM, assert_close, assert_equal, by_name, gradients, perturb
+from tests._layers import COLUMNS, LAYERS, RANDOM, assert_close, assert_equal, by_name, gradients, perturb
 
-exact = pytest.mark.parametrize("layer", **by_name(EXACT))
-every = pytest.mark.parametrize("layer", **by_name(LAYERS))
+every = pytest.mark.parametrize("layer", **by_name(LAYERS, costly=True))
 random = pytest.mark.parametrize("layer", **by_name(RANDOM))
 
 
@@ -40,6 +39,7 @@ def test_one_graph_serves_every_batch_size(layer):
     assert counter.frame_count <= 2, f"{counter.frame_count} compilations for 5 batch sizes"
 
 
+@pytest.mark.slow
 @every
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_compiled_dtypes(layer, dtype):
@@ -50,6 +50,7 @@ def test_compiled_dtypes(layer, dtype):
     assert_close(gradients(compiled, x), gradients(module, x), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @every
 def test_compiled_without_gradients(layer):
     module = perturb(layer.ours())
@@ -190,7 +191,7 @@ def _check_trained(result, model, x, what):
 
 
 @every
-@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["non-strict", "strict"])
 def test_export_and_train(layer, strict):
     model = _train_model(layer).train()
     x = _input()

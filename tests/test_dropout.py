@@ -118,7 +118,9 @@ def test_inplace(backend):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint_sees_the_same_mask(use_reentrant, backend):
-    block = torch.nn.Sequential(torch.nn.Linear(8, 8), nn.Dropout(0.5), torch.nn.Linear(8, 8), nn.Dropout(0.5))
+    block = torch.nn.Sequential(
+        torch.nn.Linear(8, 8), nn.Dropout(0.5), torch.nn.Linear(8, 8), nn.Dropout(0.5)
+    )
     x = torch.randn(4, 8, requires_grad=True)
     gradients = []
     for call in (block, lambda t: checkpoint(block, t, use_reentrant=use_reentrant)):
@@ -143,7 +145,11 @@ def test_softmax_with_dropout(kind, dtype, backend):
         "keep": {"mask": keep},
         "bias": {"mask": bias},
     }[kind]
-    masks = {"causal": {"keep": np.tril(np.ones((9, 21), bool))}, "keep": {"keep": keep.numpy()}, "bias": {"add": oracle.wide(bias)}}
+    masks = {
+        "causal": {"keep": np.tril(np.ones((9, 21), bool))},
+        "keep": {"keep": keep.numpy()},
+        "bias": {"add": oracle.wide(bias)},
+    }
     actual, eager, exact = [], [], []
     for _ in range(8):
         x = torch.randn(3, 9, 21, dtype=torch.float64).to(dtype).requires_grad_()
@@ -154,7 +160,11 @@ def test_softmax_with_dropout(kind, dtype, backend):
         (dx,) = torch.autograd.grad(y, x, grad, retain_graph=True)
         factors = dropout_factors(torch.empty(3, 9, 21, dtype=torch.float64), node.seed, 0.4)
         actual.append((y.detach(), dx))
-        exact.append(oracle.softmax(oracle.wide(x), oracle.wide(grad), 0.6, factors=oracle.wide(factors), **masks.get(kind, {})))
+        exact.append(
+            oracle.softmax(
+                oracle.wide(x), oracle.wide(grad), 0.6, factors=oracle.wide(factors), **masks.get(kind, {})
+            )
+        )
         leaf = x.detach().clone().requires_grad_()
         s = leaf * 0.6
         if kind == "bias":

@@ -13,6 +13,7 @@ from tests._layers import COLUMNS, EXACT, LAYERS, RANDOM, assert_close, assert_e
 
 exact = pytest.mark.parametrize("layer", **by_name(EXACT))
 every = pytest.mark.parametrize("layer", **by_name(LAYERS))
+costly = pytest.mark.parametrize("layer", **by_name(EXACT, costly=True))
 random = pytest.mark.parametrize("layer", **by_name(RANDOM))
 
 
@@ -45,7 +46,7 @@ def test_func_grad_and_functional_call(layer):
     assert_close(*results)
 
 
-@exact
+@costly
 def test_vmap_and_per_sample_gradients(layer):
     ours, theirs = layer.pair()
     x = _input()
@@ -59,7 +60,7 @@ def test_vmap_and_per_sample_gradients(layer):
     assert_close(*results)
 
 
-@exact
+@costly
 @pytest.mark.parametrize("transform", ["jacrev", "jacfwd", "hessian"])
 def test_jacobians(layer, transform):
     ours, theirs = layer.pair()
@@ -118,7 +119,7 @@ def test_batched_gradients(layer, backend):
     assert_close(batched, [torch.stack(g) for g in zip(*one_by_one, strict=True)])
 
 
-@exact
+@costly
 def test_vectorized_jacobian(layer):
     x = _input(torch.float64, rows=(2,))
     ours, theirs = (m.double() for m in layer.pair())

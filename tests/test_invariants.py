@@ -135,7 +135,9 @@ def test_zero_dimensional(name, backend):
     function = (lambda x: F.softmax(x, 0)) if name == "softmax" else case.call
     eager = (lambda x: torch.softmax(x, 0)) if name == "softmax" else case.eager
     x = torch.tensor(0.7)
-    for a, e in zip(run(function, x, [], torch.tensor(2.0)), run(eager, x, [], torch.tensor(2.0)), strict=True):
+    for a, e in zip(
+        run(function, x, [], torch.tensor(2.0)), run(eager, x, [], torch.tensor(2.0)), strict=True
+    ):
         torch.testing.assert_close(a, e)
 
 
@@ -146,7 +148,11 @@ def test_nan_and_infinity_as_torch(case, dtype, backend):
     (gelu(inf) is NaN there), which the reference backend inherits."""
     rows = draw(5, 24, dtype=dtype)
     # What is masked is 0 here, also in a row of NaN where the composition in torch gives NaN.
-    visible = case.eager(rows.double(), *case.make_parameters(torch.float64, 24)) != 0 if case.masked else slice(None)
+    visible = (
+        case.eager(rows.double(), *case.make_parameters(torch.float64, 24)) != 0
+        if case.masked
+        else slice(None)
+    )
     for i, value in enumerate((float("nan"), float("inf"), -float("inf"))):
         rows[i + 2, 3] = value
     parameters = case.make_parameters(dtype, 24)
@@ -164,7 +170,9 @@ def test_finite_extremes_give_no_nan(isa):
     """Arguments whose cube or exponential overflows."""
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         big = [1e4, 1e13, 1e30, torch.finfo(dtype).max]
-        x = torch.tensor([*big, *(-b for b in big), 88.0, -88.0, -87.5, 13.0, -13.0, -13.1, -0.0], dtype=dtype)
+        x = torch.tensor(
+            [*big, *(-b for b in big), 88.0, -88.0, -87.5, 13.0, -13.0, -13.1, -0.0], dtype=dtype
+        )
         for name in ("gelu", "gelu_tanh", "silu"):
             y, dx = run(BY_NAME[name].call, x, [], torch.ones_like(x))
             assert torch.isfinite(y).all() and torch.isfinite(dx).all(), (name, y, dx)
@@ -216,7 +224,8 @@ def test_one_column_is_exact(backend):
 def test_every_subset_of_gradients(backend):
     for needs in [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)]:
         x, weight, bias = (
-            t.requires_grad_(bool(n)) for t, n in zip((draw(2, 3, 10), draw(10), draw(10)), needs, strict=True)
+            t.requires_grad_(bool(n))
+            for t, n in zip((draw(2, 3, 10), draw(10), draw(10)), needs, strict=True)
         )
         y = F.layer_norm(x, (10,), weight, bias)
         assert y.requires_grad == any(needs)

@@ -31,7 +31,9 @@ def tensors(draw, min_dims=1):
     order = draw(st.permutations(range(len(shape))))
     seed = draw(st.integers(0, 2**16))
     generator = torch.Generator().manual_seed(seed)
-    base = torch.randn([shape[d] * steps[d] for d in order], generator=generator, dtype=torch.float64).to(dtype)
+    base = torch.randn([shape[d] * steps[d] for d in order], generator=generator, dtype=torch.float64).to(
+        dtype
+    )
     x = base.permute([order.index(d) for d in range(len(shape))])
     x = x[tuple(slice(None, None, step) for step in steps)]
     if draw(st.booleans()):
@@ -80,7 +82,9 @@ def test_ops(native_tensor, case):
 )
 def test_softmax_options(native_tensor, data, kind, causal, alignment, dropout_p, scale):
     x, seed = native_tensor
-    shape = [size if data.draw(st.booleans()) else 1 for size in x.shape][data.draw(st.integers(0, x.dim() - 1)) :]
+    shape = [size if data.draw(st.booleans()) else 1 for size in x.shape][
+        data.draw(st.integers(0, x.dim() - 1)) :
+    ]
     generator = torch.Generator().manual_seed(seed)
     mask = None
     if kind == "keep":

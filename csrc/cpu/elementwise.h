@@ -53,7 +53,8 @@ static inline void copy_block(int dtype, const StridedView& view, int64_t operan
   switch (item_size(dtype)) {
     case 2: return copy_block<kGather>(view, strides, static_cast<uint16_t*>(base), begin, count, static_cast<uint16_t*>(buffer));
     case 4: return copy_block<kGather>(view, strides, static_cast<uint32_t*>(base), begin, count, static_cast<uint32_t*>(buffer));
-    default: return copy_block<kGather>(view, strides, static_cast<uint64_t*>(base), begin, count, static_cast<uint64_t*>(buffer));
+    default:
+      return copy_block<kGather>(view, strides, static_cast<uint64_t*>(base), begin, count, static_cast<uint64_t*>(buffer));
   }
 }
 

@@ -66,8 +66,8 @@ constexpr int64_t kNotCausal = INT64_MIN;
 
 struct SoftmaxGradients {
   const void* grad;
-  const int64_t* grad_strides;     // per leading dimension; columns adjacent
-  const void *y, *statistics;      // y, or null: then x and the statistics that softmax_forward wrote
+  const int64_t* grad_strides;  // per leading dimension; columns adjacent
+  const void *y, *statistics;   // y, or null: then x and the statistics that softmax_forward wrote
   void* dx;
   double grad_scale;
   bool masked;

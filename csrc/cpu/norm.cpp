@@ -108,9 +108,9 @@ static void forward_rows(const NormArguments& a, void* y, F* statistics, bool re
 // dx = rstd (v - mean(v) - h mean(v h)), without mean(v) for RMSNorm; dweight = sum of grad h, dbias = sum of grad over
 // rows. A first pass over kRows rows side by side gives the sums of v h and v and adds to the parameter gradients: side by
 // side, because the gradients then cost one load and store for all the rows. A second pass, in cache, writes dx.
-constexpr int kGroup = 4;        // rows side by side
-constexpr int kRun = 16;         // rows whose parameter gradients are summed in F before they are added in double
-constexpr int64_t kStep = 16;    // elements of a row at once; lane j sums elements j, j + kStep, ...
+constexpr int kGroup = 4;      // rows side by side
+constexpr int kRun = 16;       // rows whose parameter gradients are summed in F before they are added in double
+constexpr int64_t kStep = 16;  // elements of a row at once; lane j sums elements j, j + kStep, ...
 
 template <int kRows, bool kCentred, bool kWeight, bool kParameters, class F>
 static inline void reduce_rows(int64_t n, const F* const* x, const F* const* grad, const F* weight, const RowStatistics<F>* rows,
@@ -261,11 +261,10 @@ void norm_backward(const NormArguments& a, const NormGradients& out, int threads
   with_arithmetic(a.dtype, [&](auto type) {
     using F = typename decltype(type)::type;
     using Run = void (*)(const NormArguments&, const NormGradients&, int);
-    static constexpr Run table[2][2][2] = {
-        {{backward_rows<false, false, false, F>, backward_rows<false, false, true, F>},
-         {backward_rows<false, true, false, F>, backward_rows<false, true, true, F>}},
-        {{backward_rows<true, false, false, F>, backward_rows<true, false, true, F>},
-         {backward_rows<true, true, false, F>, backward_rows<true, true, true, F>}}};
+    static constexpr Run table[2][2][2] = {{{backward_rows<false, false, false, F>, backward_rows<false, false, true, F>},
+                                            {backward_rows<false, true, false, F>, backward_rows<false, true, true, F>}},
+                                           {{backward_rows<true, false, false, F>, backward_rows<true, false, true, F>},
+                                            {backward_rows<true, true, false, F>, backward_rows<true, true, true, F>}}};
     table[a.kind == kLayerNorm][a.weight != nullptr][out.partial != nullptr](a, out, threads);
   });
 }

@@ -51,9 +51,7 @@ constexpr int64_t kChunk = 64 * kLanes;  // chunk sums are added in double, so t
 // Combines sixteen lanes pairwise, as scalars: narrower and narrower vectors would wait for each other's stores.
 template <class F, class Combine>
 PYCKPT_HD F fold16(const F* lanes, const Combine& combine) {
-  const auto four = [&](int64_t j) {
-    return combine(combine(lanes[j], lanes[j + 8]), combine(lanes[j + 4], lanes[j + 12]));
-  };
+  const auto four = [&](int64_t j) { return combine(combine(lanes[j], lanes[j + 8]), combine(lanes[j + 4], lanes[j + 12])); };
   return combine(combine(four(0), four(2)), combine(four(1), four(3)));
 }
 template <class F, class Combine>

@@ -30,7 +30,9 @@ struct Wide {
   Wide operator^(Wide b) const { return {_mm512_xor_si512(v, b.v)}; }
   Wide upper() const { return {_mm512_maskz_srli_epi64(0xff, v, 32)}; }
   static Wide multiply(Wide a, Wide b) { return {_mm512_maskz_mul_epu32(0xff, a.v, b.v)}; }
-  static Wide join(Wide low, Wide high) { return {_mm512_mask_blend_epi32(0xaaaa, low.v, _mm512_maskz_slli_epi64(0xff, high.v, 32))}; }
+  static Wide join(Wide low, Wide high) {
+    return {_mm512_mask_blend_epi32(0xaaaa, low.v, _mm512_maskz_slli_epi64(0xff, high.v, 32))};
+  }
 };
 #elif defined(__AVX2__)
 struct Wide {

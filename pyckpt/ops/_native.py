@@ -46,7 +46,9 @@ def elementwise_view(*tensors: torch.Tensor, ordered: bool = False) -> list[int]
     merged: list[list[int]] = []  # [size, stride of each tensor]
     for d in dims:
         step = [t.stride(d) for t in tensors]
-        if merged and all(outer == inner * shape[d] for outer, inner in zip(merged[-1][1:], step, strict=True)):
+        if merged and all(
+            outer == inner * shape[d] for outer, inner in zip(merged[-1][1:], step, strict=True)
+        ):
             merged[-1] = [merged[-1][0] * shape[d], *step]
         else:
             merged.append([shape[d], *step])

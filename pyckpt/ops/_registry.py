@@ -122,12 +122,16 @@ def autocast_to_float32(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | N
     """What CUDA autocast does to the arguments of norms and softmax (on CPU it leaves them alone)."""
     first = tensors[0]
     if first is not None and first.is_cuda and torch.is_autocast_enabled("cuda"):
-        return tuple(t.float() if t is not None and t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors)
+        return tuple(
+            t.float() if t is not None and t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors
+        )
     return tensors
 
 
 def not_differentiable(name: str, instead: str, *_: Any) -> Any:
-    raise RuntimeError(f"pyckpt::{name} rebuilds a forward's output inside backward and has no gradient; use pyckpt::{instead}")
+    raise RuntimeError(
+        f"pyckpt::{name} rebuilds a forward's output inside backward and has no gradient; use pyckpt::{instead}"
+    )
 
 
 def describe(name: str, tensor: Any) -> str:
@@ -148,5 +152,10 @@ def by_torch(problem: str, function: Kernel, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
     try:
         return function(*args, **kwargs)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:  # NotImplementedError is a RuntimeError
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        IndexError,
+    ) as error:  # NotImplementedError is a RuntimeError
         raise type(error)(f"{problem}\n(torch: {error})") from None

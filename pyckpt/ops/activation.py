@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends
-from ._native import address, code, elementwise_view, native, resolved
+from ._native import code, elementwise_view, native, resolved
 from ._registry import DTYPES, Op, by_torch, describe, lowered, needs_grad
 
 aten = torch.ops.aten
@@ -39,7 +39,9 @@ gelu_fwd = Op(
 gelu_bwd = Op(
     "gelu_bwd(Tensor grad, Tensor x, str approximate) -> Tensor",
     fake=_like_second,
-    reference=lambda grad, x, approximate: aten.gelu_backward(_wide(grad), _wide(x), approximate=approximate).to(x.dtype),
+    reference=lambda grad, x, approximate: aten.gelu_backward(
+        _wide(grad), _wide(x), approximate=approximate
+    ).to(x.dtype),
 )
 
 
@@ -72,7 +74,8 @@ class _Activation(NamedTuple):
 
 
 _GELU = {
-    approximate: _Activation(gelu_fwd, gelu_bwd, (approximate,), saves_output=False) for approximate in ("none", "tanh")
+    approximate: _Activation(gelu_fwd, gelu_bwd, (approximate,), saves_output=False)
+    for approximate in ("none", "tanh")
 }
 _SILU = _Activation(silu_fwd, silu_bwd, (), saves_output=False)
 _RELU = _Activation(relu_fwd, relu_bwd, (), saves_output=True)
@@ -90,7 +93,7 @@ class ActivationFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (saved,) = ctx.saved_tensors
         activation = ctx.activation
         return activation.bwd.in_backward(ctx.backend, grad, saved, *activation.arguments), None
@@ -160,7 +163,11 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """
     activation = _GELU.get(approximate)
     if activation is None or lowered(input):
-        problem = _problem("gelu", input) if activation else f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}"
+        problem = (
+            _problem("gelu", input)
+            if activation
+            else f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}"
+        )
         return by_torch(problem, F.gelu, input, approximate=approximate)
     return _apply(input, activation)
 

@@ -80,7 +80,7 @@ class DropoutFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return dropout_op.in_backward(ctx.backend, grad, ctx.seed, ctx.p), None, None, None
 
 
@@ -121,7 +121,11 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
             return by_torch(problem, F.dropout, input, p, training, inplace)
         seed = new_seed(input.device)
         # The compiler gets one opaque op (torch's own random numbers would be another mask); everyone else the expression.
-        y = dropout_op.overload(input, seed, p) if torch.compiler.is_compiling() else _reference(input, seed, p)
+        y = (
+            dropout_op.overload(input, seed, p)
+            if torch.compiler.is_compiling()
+            else _reference(input, seed, p)
+        )
         return input.copy_(y) if inplace else y
     seed = new_seed(input.device)
     if inplace or needs_grad(input):

@@ -19,98 +19,41 @@ from torch import Tensor
 
 from .. import backends
 from ._native import address, as_rows, code, dense, native
-from ._registry import DTYPES, PLAIN, Op, autocast_to_float32, by_torch, describe, lowered, needs_grad, not_differentiable
-
-_LAYER, _RMS = 0, 1
-_STATISTICS = {_LAYER: 3, _RMS: 1}  # numbers a row
-
-
-def _dims(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(range(-len(shape), 0))
-
-
-def _row_count(x: Tensor, shape: Sequence[int]) -> int:
-    return x.numel() // columns if (columns := math.prod(shape)) else math.prod(x.shape[: x.dim() - len(shape)])
-
-
-def _centred(x: Tensor, dims: tuple[int, ...], kind: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    if kind == _RMS:
-        return x, None, None
-    mean = x.mean(dims, keepdim=True)
-    residual = (x - mean).mean(dims, keepdim=True)  # what rounding took from the mean
-    return (x - mean) - residual, mean, residual
-
-
-def _reference_fwd(kind: int, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> Any:
-    dtype, dims = DTYPES[x.dtype][1], _dims(shape)
-    centred, mean, residual = _centred(x.to(dtype), dims, kind)
-    rstd = torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
-    statistics = [rstd] if mean is None or residual is None else [mean, residual, rstd]
-    rows = _row_count(x, shape)
-    y = _affine(centred * rstd, weight, bias, dtype).to(x.dtype).contiguous()
-    return y, torch.stack([s.reshape(rows) for s in statistics]).detach()
-
-
-def _affine(h: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    h = h if weight is None else h * weight.to(dtype)
-    return h if bias is None else h + bias.to(dtype)
-
-
-def _reference_recompute(
-    kind: int, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, statistics: Tensor
-) -> Tensor:
-    dtype = DTYPES[x.dtype][1]
-    per_row = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
-    parts = [s.reshape(per_row) for s in statistics]
-    h = x.to(dtype) * parts[0] if kind == _RMS else ((x.to(dtype) - parts[0]) - parts[1]) * parts[2]
-    return _affine(h, weight, bias, dtype).to(x.dtype).contiguous()
-
-
-def _reference_bwd(
-    kind: int,
-    grad: Tensor,
-    x: Tensor,
-    shape: Sequence[int],
-    weight: Tensor | None,
-    statistics: Tensor,
-    eps: float,
-    float32_parameters: bool,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Differentiable: statistics are formed anew from `x`, so that second derivatives see them change."""
-    dtype, dims = DTYPES[x.dtype][1], _dims(shape)
-    rows = tuple(range(x.dim() - len(shape)))
-    g = grad.to(dtype)
-    centred, _, _ = _centred(x.to(dtype), dims, kind)
-    rstd = torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
-    h = centred * rstd
-    dx = dweight = dbias = x.new_empty(0)
-    parameter_dtype = torch.float32 if float32_parameters else x.dtype
-    if wanted[0]:
-        v = g if weight is None else g * weight.to(dtype)
-        level = v.mean(dims, keepdim=True) if kind == _LAYER else 0.0
-        if kind == _RMS and math.prod(shape) == 1:  # v (1 - h^2), without the cancellation
-            dx = (v * eps * rstd**3).to(x.dtype)
-        else:
-            dx = (rstd * (v - level - h * (v * h).mean(dims, keepdim=True))).to(x.dtype)
-    if wanted[1]:
-        dweight = _sum_rows(g * h, rows).to(parameter_dtype)
-    if wanted[2]:
-        dbias = _sum_rows(g, rows).to(parameter_dtype)
-    return dx, dweight, dbias
-
-
-def _sum_rows(t: Tensor, rows: tuple[int, ...]) -> Tensor:
-    return t.sum(rows) if rows else t  # sum(()) would sum over everything
+from ._norm_definition import (
+    LAYER,
+    RMS,
+    STATISTICS,
+    reference_bwd,
+    reference_fwd,
+    reference_recompute,
+    row_count,
+)
+from ._registry import (
+    DTYPES,
+    PLAIN,
+    Op,
+    autocast_to_float32,
+    by_torch,
+    describe,
+    lowered,
+    needs_grad,
+    not_differentiable,
+)
 
 
 def _fake_fwd(kind: int, x: Tensor, shape: Sequence[int], *_: Any) -> tuple[Tensor, Tensor]:
-    statistics = torch.empty((_STATISTICS[kind], _row_count(x, shape)), dtype=DTYPES[x.dtype][1], device=x.device)
+    statistics = torch.empty(
+        (STATISTICS[kind], row_count(x, shape)), dtype=DTYPES[x.dtype][1], device=x.device
+    )
     return _contiguous_like(x), statistics
 
 
 def _contiguous_like(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x) if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+    return (
+        torch.empty_like(x)
+        if x.is_contiguous()
+        else torch.empty_like(x, memory_format=torch.contiguous_format)
+    )
 
 
 def _fake_bwd(
@@ -147,7 +90,7 @@ def _cpu_fwd(
     kind: int, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     y = _contiguous_like(x)
-    statistics = torch.empty(_STATISTICS[kind], _row_count(x, shape), dtype=DTYPES[x.dtype][1])
+    statistics = torch.empty(STATISTICS[kind], row_count(x, shape), dtype=DTYPES[x.dtype][1])
     _cpu_write(kind, x, shape, weight, bias, eps, y, statistics, False)
     return y, statistics
 
@@ -197,12 +140,12 @@ class _Norm:
 
     def __init__(self, name: str, kind: int) -> None:
         self.kind = kind
-        bias = "Tensor? bias, " if kind == _LAYER else ""
+        bias = "Tensor? bias, " if kind == LAYER else ""
         inputs = "Tensor x, SymInt[] normalized_shape, Tensor? weight, "
         self.fwd = Op(
             f"{name}_fwd({inputs}{bias}float eps) -> (Tensor, Tensor)",
             fake=partial(_fake_fwd, kind),
-            reference=self._with_bias(_reference_fwd),
+            reference=self._with_bias(reference_fwd),
         )
         self.bwd = Op(
             f"{name}_bwd(Tensor grad, {inputs}Tensor statistics, float eps, bool float32_parameters, bool[] wanted)"
@@ -210,12 +153,12 @@ class _Norm:
             fake=lambda grad, x, shape, weight, statistics, eps, float32_parameters, wanted: _fake_bwd(
                 x, shape, float32_parameters, wanted
             ),
-            reference=partial(_reference_bwd, kind),
+            reference=partial(reference_bwd, kind),
         )
         self.recompute = Op(
             f"{name}_recompute({inputs}{bias}Tensor statistics) -> Tensor",
             fake=_contiguous_like,
-            reference=self._with_bias(_reference_recompute),
+            reference=self._with_bias(reference_recompute),
         )
         self.fwd.kernel("cpu")(self._with_bias(_cpu_fwd))
         self.bwd.kernel("cpu")(partial(_cpu_bwd, kind))
@@ -224,17 +167,21 @@ class _Norm:
         self.recompute.differentiable(partial(not_differentiable, self.recompute.name, f"{name}_fwd"))
 
     def _with_bias(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        if self.kind == _LAYER:
+        if self.kind == LAYER:
             return partial(function, self.kind)
         return lambda x, shape, weight, *rest: function(self.kind, x, shape, weight, None, *rest)
 
-    def _apply(self, x: Tensor, shape: Sequence[int], weight: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-        bias, eps = rest if self.kind == _LAYER else (None, *rest)
+    def _apply(
+        self, x: Tensor, shape: Sequence[int], weight: Tensor | None, *rest: Any
+    ) -> tuple[Tensor, Tensor]:
+        bias, eps = rest if self.kind == LAYER else (None, *rest)
         return NormFunction.apply(x, weight, bias, tuple(shape), eps, self, True)
 
-    def arguments(self, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None) -> tuple[Any, ...]:
+    def arguments(
+        self, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Any, ...]:
         """The leading arguments of fwd and recompute."""
-        return (x, shape, weight, bias) if self.kind == _LAYER else (x, shape, weight)
+        return (x, shape, weight, bias) if self.kind == LAYER else (x, shape, weight)
 
 
 class NormFunction(torch.autograd.Function):
@@ -267,13 +214,19 @@ class NormFunction(torch.autograd.Function):
         return y, statistics
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
         wanted = list(ctx.needs_input_grad[:3])
         if wanted[0] or wanted[1]:
             x, weight, _, statistics = ctx.saved_tensors
         else:  # the bias's gradient is a sum over grad alone: anything serves as x
-            x, weight, statistics = grad, None, torch.zeros(
-                (_STATISTICS[ctx.norm.kind], _row_count(grad, ctx.shape)), dtype=DTYPES[grad.dtype][1], device=grad.device
+            x, weight, statistics = (
+                grad,
+                None,
+                torch.zeros(
+                    (STATISTICS[ctx.norm.kind], row_count(grad, ctx.shape)),
+                    dtype=DTYPES[grad.dtype][1],
+                    device=grad.device,
+                ),
             )
         gradients = ctx.norm.bwd.in_backward(
             ctx.backend, grad, x, ctx.shape, weight, statistics, ctx.eps, ctx.float32_parameters, wanted
@@ -288,7 +241,7 @@ class NormFunction(torch.autograd.Function):
         return ctx.norm.recompute(ctx.backend, *ctx.norm.arguments(x, ctx.shape, weight, bias), statistics)
 
 
-_layer_norm, _rms_norm = _Norm("layer_norm", _LAYER), _Norm("rms_norm", _RMS)
+_layer_norm, _rms_norm = _Norm("layer_norm", LAYER), _Norm("rms_norm", RMS)
 
 
 def _alike(p: Tensor | None, x: Tensor, shape: tuple[int, ...]) -> bool:
@@ -321,7 +274,9 @@ def _problem(name: str, x: Tensor, shape: tuple[int, ...], parameters: dict[str,
         allowed = {x.dtype, torch.float32} if x.dtype.itemsize == 2 else {x.dtype}
         if p.dtype not in allowed or p.dtype != next(iter(given.values())).dtype:
             kinds = " or ".join(sorted(str(d).removeprefix("torch.") for d in allowed))
-            return f"{name}: {describe(key, p)} must be {kinds} for {describe('input', x)}, all parameters alike"
+            return (
+                f"{name}: {describe(key, p)} must be {kinds} for {describe('input', x)}, all parameters alike"
+            )
     return ""
 
 
@@ -335,7 +290,9 @@ def _normalise(
 
 def _check_eps(name: str, eps: float | None) -> None:
     if eps is not None and eps < 0:
-        raise ValueError(f"{name}: eps must not be negative, got {eps}: the square root of a negative number is NaN")
+        raise ValueError(
+            f"{name}: eps must not be negative, got {eps}: the square root of a negative number is NaN"
+        )
 
 
 def layer_norm(

@@ -1,13 +1,12 @@
 """Softmax of scale * x + mask over the last dimension, with causal limit and dropout, in one pass.
 
 Saved for backward: without dropout the output, as torch (a matrix product that follows keeps it anyway); with dropout the
-input and two float32 numbers a row (maximum and sum of exponentials), from which backward, and the recompute of the output, form the
-probabilities again. Neither the mask of dropout nor the scaled or masked scores are stored.
+input and two float32 numbers a row (maximum and sum of exponentials), from which backward, and the recompute of the output,
+form the probabilities again. Neither the mask of dropout nor the scaled or masked scores are stored.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -16,105 +15,26 @@ from torch import Tensor
 
 from .. import backends
 from ._native import address, code, columns_adjacent, flat, native, resolved
-from ._registry import DTYPES, PLAIN, Op, autocast_to_float32, by_torch, describe, lowered, needs_grad, not_differentiable
-from .dropout import dropout, dropout_factors, new_seed
-
-_MINUS_INFINITY = float("-inf")
-
-
-def _scores(x: Tensor, mask: Tensor | None, scale: float, causal: int | None) -> tuple[Tensor, Tensor | None]:
-    """Masked scores in the arithmetic's dtype (-inf where masked), and where a row is kept at all (None: everywhere)."""
-    scores = x.to(DTYPES[x.dtype][1]) * scale
-    keep = None
-    if mask is not None and mask.dtype == torch.bool:
-        keep = mask
-    elif mask is not None:
-        keep = mask != _MINUS_INFINITY
-        scores = scores + mask.to(scores.dtype).masked_fill(~keep, 0.0)
-    if causal is not None:
-        visible = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril(causal)
-        keep = visible if keep is None else keep & visible
-    if keep is None:
-        return scores, None
-    keep = keep.expand(x.shape)
-    return scores.masked_fill(~keep, _MINUS_INFINITY), keep.any(-1, keepdim=True)
-
-
-def _probabilities(x: Tensor, mask: Tensor | None, scale: float, causal: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities in the arithmetic's dtype, and the statistics: per row the maximum and the sum (0 where nothing is kept)."""
-    scores, kept = _scores(x, mask, scale, causal)
-    if kept is not None:
-        scores = scores.masked_fill(~kept, 0.0)
-    if not x.shape[-1]:
-        empty = scores.new_empty((*x.shape[:-1], 1))
-        return scores, empty, empty
-    p = torch.softmax(scores, -1)
-    top = scores.amax(-1, keepdim=True)
-    total = (scores - top).exp().sum(-1, keepdim=True)
-    if kept is not None:
-        p, total = p.masked_fill(~kept, 0.0), total.masked_fill(~kept, 0.0)
-    return p, top.detach(), total.detach()
-
-
-def _expression(
-    x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float, seed: Tensor | None
-) -> Tensor:
-    p = _probabilities(x, mask, scale, causal)[0]
-    return (p if seed is None else p * dropout_factors(p, seed, dropout_p)).to(x.dtype).contiguous()
-
-
-def _statistics_shape(x: Tensor) -> tuple[int, int]:
-    return 2, math.prod(x.shape[:-1])
-
-
-def _reference_fwd(
-    x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float, seed: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    p, top, total = _probabilities(x, mask, scale, causal)
-    y = (p if seed is None else p * dropout_factors(p, seed, dropout_p)).to(x.dtype).contiguous()
-    return y, torch.stack([top, total]).reshape(_statistics_shape(x))
-
-
-def _reference_recompute(
-    x: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: int | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    statistics: Tensor,
-) -> Tensor:
-    return _expression(x, mask, scale, causal, dropout_p, seed)
-
-
-def _masked_product(p: Tensor, g: Tensor) -> Tensor:
-    """p * g, and 0 where p is 0: the gradient behind a mask may be NaN."""
-    return (p * g).masked_fill(p == 0, 0.0)
-
-
-def _reference_bwd(grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor:
-    dtype = DTYPES[y.dtype][1]
-    p, g = y.to(dtype), grad.to(dtype)
-    product = _masked_product if masked else torch.mul
-    return (product(p, g - product(p, g).sum(-1, keepdim=True)) * scale).to(y.dtype)
-
-
-def _reference_dropout_bwd(
-    grad: Tensor,
-    x: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: int | None,
-    dropout_p: float,
-    seed: Tensor,
-    statistics: Tensor,
-    grad_scale: float,
-) -> Tensor:
-    """Differentiable: probabilities are formed anew from `x`."""
-    p = _probabilities(x, mask, scale, causal)[0]
-    g = grad.to(p.dtype) * dropout_factors(p, seed, dropout_p)
-    product = torch.mul if mask is None and causal is None else _masked_product
-    return (product(p, g - product(p, g).sum(-1, keepdim=True)) * grad_scale).to(x.dtype)
+from ._registry import (
+    DTYPES,
+    PLAIN,
+    Op,
+    autocast_to_float32,
+    by_torch,
+    describe,
+    lowered,
+    needs_grad,
+    not_differentiable,
+)
+from ._softmax_definition import (
+    expression,
+    reference_bwd,
+    reference_dropout_bwd,
+    reference_fwd,
+    reference_recompute,
+    statistics_shape,
+)
+from .dropout import dropout, new_seed
 
 
 def _contiguous_like(x: Tensor) -> Tensor:
@@ -122,26 +42,26 @@ def _contiguous_like(x: Tensor) -> Tensor:
 
 
 def _fake_fwd(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _contiguous_like(x), x.new_empty(_statistics_shape(x), dtype=DTYPES[x.dtype][1])
+    return _contiguous_like(x), x.new_empty(statistics_shape(x), dtype=DTYPES[x.dtype][1])
 
 
 _ARGUMENTS = "Tensor x, Tensor? mask, float scale, SymInt? causal, float dropout_p, Tensor? seed"
-softmax_fwd = Op(f"softmax_fwd({_ARGUMENTS}) -> (Tensor, Tensor)", fake=_fake_fwd, reference=_reference_fwd)
+softmax_fwd = Op(f"softmax_fwd({_ARGUMENTS}) -> (Tensor, Tensor)", fake=_fake_fwd, reference=reference_fwd)
 softmax_recompute = Op(
     f"softmax_recompute({_ARGUMENTS}, Tensor statistics) -> Tensor",
     fake=lambda x, *_: _contiguous_like(x),
-    reference=_reference_recompute,
+    reference=reference_recompute,
 )
 softmax_recompute.differentiable(lambda *a: not_differentiable("softmax_recompute", "softmax_fwd", *a))
 softmax_bwd = Op(
     "softmax_bwd(Tensor grad, Tensor y, bool masked, float scale) -> Tensor",
     fake=lambda grad, y, *_: _contiguous_like(y),
-    reference=_reference_bwd,
+    reference=reference_bwd,
 )
 softmax_dropout_bwd = Op(
     f"softmax_dropout_bwd(Tensor grad, {_ARGUMENTS}, Tensor statistics, float grad_scale) -> Tensor",
     fake=lambda grad, x, *_: _contiguous_like(x),
-    reference=_reference_dropout_bwd,
+    reference=reference_dropout_bwd,
 )
 
 
@@ -177,7 +97,7 @@ class SoftmaxFunction(torch.autograd.Function):
         return y, statistics
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
         # An additive mask's gradient is that of the scores: the one of x before its scale.
         wants_mask = ctx.needs_input_grad[1]
         grad_scale = 1.0 if wants_mask else ctx.scale
@@ -186,7 +106,16 @@ class SoftmaxFunction(torch.autograd.Function):
         else:
             x, mask, statistics = ctx.saved_tensors
             dx = softmax_dropout_bwd.in_backward(
-                ctx.backend, grad, x, mask, ctx.scale, ctx.causal, ctx.dropout_p, ctx.seed, statistics, grad_scale
+                ctx.backend,
+                grad,
+                x,
+                mask,
+                ctx.scale,
+                ctx.causal,
+                ctx.dropout_p,
+                ctx.seed,
+                statistics,
+                grad_scale,
             )
         if not wants_mask:
             return dx, None, None, None, None, None, None
@@ -198,7 +127,9 @@ class SoftmaxFunction(torch.autograd.Function):
         if ctx.seed is None:
             return ctx.saved_tensors[0]
         x, mask, statistics = ctx.saved_tensors
-        return softmax_recompute(ctx.backend, x, mask, ctx.scale, ctx.causal, ctx.dropout_p, ctx.seed, statistics)
+        return softmax_recompute(
+            ctx.backend, x, mask, ctx.scale, ctx.causal, ctx.dropout_p, ctx.seed, statistics
+        )
 
 
 softmax_fwd.differentiable(lambda *arguments: SoftmaxFunction.apply(*arguments, True))
@@ -286,7 +217,14 @@ def _cpu_dropout_bwd(
     arguments = _cpu_arguments(x, mask, scale, causal, dropout_p, seed, grad)
     masked = mask is not None or causal is not None
     native.softmax_backward(
-        *arguments, grad.data_ptr(), 0, statistics.data_ptr(), dx.data_ptr(), grad_scale, masked, torch.get_num_threads()
+        *arguments,
+        grad.data_ptr(),
+        0,
+        statistics.data_ptr(),
+        dx.data_ptr(),
+        grad_scale,
+        masked,
+        torch.get_num_threads(),
     )
     return dx
 
@@ -295,7 +233,9 @@ def _check_options(input: Tensor, dim: int, is_causal: bool, causal_alignment: s
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"softmax: dropout_p has to be between 0 and 1, but got {dropout_p}")
     if causal_alignment not in ("top_left", "bottom_right"):
-        raise ValueError(f"softmax: causal_alignment must be 'top_left' or 'bottom_right', got {causal_alignment!r}")
+        raise ValueError(
+            f"softmax: causal_alignment must be 'top_left' or 'bottom_right', got {causal_alignment!r}"
+        )
     if is_causal and (input.dim() < 2 or dim not in (-1, input.dim() - 1)):
         raise ValueError(
             f"softmax: is_causal needs queries and keys as the last two dimensions and dim=-1, got dim={dim} for "
@@ -365,7 +305,7 @@ def softmax(
         problem = f"softmax: expected a floating-point tensor, got {describe('input', input)}; convert it or pass dtype"
         return by_torch(problem, F.softmax, input, dim=dim, dtype=dtype)
     if dim is None:
-        dim = F._get_softmax_dim("softmax", input.dim(), 3)
+        dim = F._get_softmax_dim("softmax", input.dim(), 3)  # type: ignore[attr-defined]
     _check_options(input, dim, is_causal, causal_alignment, dropout_p)
     if not -max(1, input.dim()) <= dim < max(1, input.dim()):
         raise IndexError(f"softmax: dim={dim} is out of range for {describe('input', input)}")
@@ -394,9 +334,11 @@ def softmax(
 def _softmax(x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float) -> Tensor:
     seed = new_seed(x.device) if dropout_p > 0 else None
     if lowered(x) or (mask is not None and type(mask) not in PLAIN):
-        if seed is not None and torch.compiler.is_compiling():  # as for dropout: one opaque op, so that masks stay equal
+        if (
+            seed is not None and torch.compiler.is_compiling()
+        ):  # as for dropout: one opaque op, so that masks stay equal
             return softmax_fwd.overload(x, mask, scale, causal, dropout_p, seed)[0]
-        return _expression(x, mask, scale, causal, dropout_p, seed)
+        return expression(x, mask, scale, causal, dropout_p, seed)
     if needs_grad(x, mask):
         return SoftmaxFunction.apply(x, mask, scale, causal, dropout_p, seed)
     return softmax_fwd(backends.select(x.device.type), x, mask, scale, causal, dropout_p, seed)[0]

@@ -1,0 +1,110 @@
+"""Masked softmax in plain differentiable PyTorch: what the ops of softmax.py mean, and their reference backend."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ._registry import DTYPES
+from .dropout import dropout_factors
+
+_MINUS_INFINITY = float("-inf")
+
+
+def _scores(x: Tensor, mask: Tensor | None, scale: float, causal: int | None) -> tuple[Tensor, Tensor | None]:
+    """Masked scores in the arithmetic's dtype (-inf where masked), and where a row is kept at all (None: everywhere)."""
+    scores = x.to(DTYPES[x.dtype][1]) * scale
+    keep = None
+    if mask is not None and mask.dtype == torch.bool:
+        keep = mask
+    elif mask is not None:
+        keep = mask != _MINUS_INFINITY
+        scores = scores + mask.to(scores.dtype).masked_fill(~keep, 0.0)
+    if causal is not None:
+        visible = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril(causal)
+        keep = visible if keep is None else keep & visible
+    if keep is None:
+        return scores, None
+    keep = keep.expand(x.shape)
+    return scores.masked_fill(~keep, _MINUS_INFINITY), keep.any(-1, keepdim=True)
+
+
+def _probabilities(
+    x: Tensor, mask: Tensor | None, scale: float, causal: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities in the arithmetic's dtype, and the statistics: per row the maximum and the sum (0 where nothing is kept)."""
+    scores, kept = _scores(x, mask, scale, causal)
+    if kept is not None:
+        scores = scores.masked_fill(~kept, 0.0)
+    if not x.shape[-1]:
+        empty = scores.new_empty((*x.shape[:-1], 1))
+        return scores, empty, empty
+    p = torch.softmax(scores, -1)
+    top = scores.amax(-1, keepdim=True)
+    total = (scores - top).exp().sum(-1, keepdim=True)
+    if kept is not None:
+        p, total = p.masked_fill(~kept, 0.0), total.masked_fill(~kept, 0.0)
+    return p, top.detach(), total.detach()
+
+
+def expression(
+    x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float, seed: Tensor | None
+) -> Tensor:
+    p = _probabilities(x, mask, scale, causal)[0]
+    return (p if seed is None else p * dropout_factors(p, seed, dropout_p)).to(x.dtype).contiguous()
+
+
+def statistics_shape(x: Tensor) -> tuple[int, int]:
+    return 2, math.prod(x.shape[:-1])
+
+
+def reference_fwd(
+    x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    p, top, total = _probabilities(x, mask, scale, causal)
+    y = (p if seed is None else p * dropout_factors(p, seed, dropout_p)).to(x.dtype).contiguous()
+    return y, torch.stack([top, total]).reshape(statistics_shape(x))
+
+
+def reference_recompute(
+    x: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: int | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    statistics: Tensor,
+) -> Tensor:
+    return expression(x, mask, scale, causal, dropout_p, seed)
+
+
+def _masked_product(p: Tensor, g: Tensor) -> Tensor:
+    """p * g, and 0 where p is 0: the gradient behind a mask may be NaN."""
+    return (p * g).masked_fill(p == 0, 0.0)
+
+
+def reference_bwd(grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor:
+    dtype = DTYPES[y.dtype][1]
+    p, g = y.to(dtype), grad.to(dtype)
+    product = _masked_product if masked else torch.mul
+    return (product(p, g - product(p, g).sum(-1, keepdim=True)) * scale).to(y.dtype)
+
+
+def reference_dropout_bwd(
+    grad: Tensor,
+    x: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: int | None,
+    dropout_p: float,
+    seed: Tensor,
+    statistics: Tensor,
+    grad_scale: float,
+) -> Tensor:
+    """Differentiable: probabilities are formed anew from `x`."""
+    p = _probabilities(x, mask, scale, causal)[0]
+    g = grad.to(p.dtype) * dropout_factors(p, seed, dropout_p)
+    product = torch.mul if mask is None and causal is None else _masked_product
+    return (product(p, g - product(p, g).sum(-1, keepdim=True)) * grad_scale).to(x.dtype)
