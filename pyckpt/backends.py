@@ -116,11 +116,19 @@ def disabled() -> bool:
 register("reference", None)
 if native is not None:
     if isa := os.environ.get("PYCKPT_CPU_ISA"):
-        native.use_isa(isa)
+        try:
+            native.use_isa(isa)
+        except ValueError as error:
+            raise ValueError(f"PYCKPT_CPU_ISA: {error}; this machine has {native.supported_isas()}") from None
     register("cpu", "cpu", default=True)
 else:
     register("cpu", "cpu", _why_no_native)
 register("cuda", "cuda", "this version has no CUDA kernels yet")
 register("triton", "cuda", "this version has no Triton kernels yet")
 
-_environment = _require(os.environ["PYCKPT_BACKEND"]) if os.environ.get("PYCKPT_BACKEND") else None
+_environment: Backend | None = None
+if _name := os.environ.get("PYCKPT_BACKEND"):
+    try:
+        _environment = _require(_name)
+    except (ValueError, RuntimeError) as _error:
+        raise type(_error)(f"PYCKPT_BACKEND: {_error}") from None

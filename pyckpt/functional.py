@@ -16,7 +16,11 @@ __all__ = ["dropout", "gelu", "layer_norm", "relu", "rms_norm", "silu", "softmax
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(_torch_functional, name)
+    if not name.startswith("__") and hasattr(_torch_functional, name):
+        return getattr(_torch_functional, name)
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}, and neither has torch.nn.functional"
+    )
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,7 @@ Replace ``from torch import nn`` by ``from pyckpt import nn``. Each class here i
 constructor, attributes, state_dict and repr, and another forward.
 """
 
+import sys
 from typing import Any
 
 import torch.nn as _torch_nn
@@ -12,7 +13,13 @@ from torch import Tensor
 from . import functional
 from . import functional as F
 
-__all__ = ["GELU", "Dropout", "LayerNorm", "RMSNorm", "ReLU", "SiLU", "Softmax", "functional"]
+_OURS = ["GELU", "Dropout", "LayerNorm", "RMSNorm", "ReLU", "SiLU", "Softmax", "functional"]
+__all__ = sorted({*_OURS, *(name for name in dir(_torch_nn) if not name.startswith("_"))})
+
+# For `import pyckpt.nn.functional as F` and the like, as with torch.nn.
+sys.modules[f"{__name__}.functional"] = functional
+for _name in ("init", "modules", "parallel", "parameter", "utils"):
+    sys.modules[f"{__name__}.{_name}"] = getattr(_torch_nn, _name)
 
 
 class GELU(_torch_nn.GELU):
@@ -65,7 +72,9 @@ class Softmax(_torch_nn.Softmax):
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(_torch_nn, name)
+    if not name.startswith("__") and hasattr(_torch_nn, name):
+        return getattr(_torch_nn, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}, and neither has torch.nn")
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""Cases in which a fault may corrupt memory, each in a process of its own: `python -m tests._isolated` prints JSON results."""
+"""Cases in which a fault may corrupt memory, each in a process of its own: `python -m tests._isolated [slow]` prints JSON."""
 
 import contextlib
 import json
@@ -48,14 +48,29 @@ RAW = {
         "layer_norm_fwd",
         lambda: (_x(2, C, dtype=torch.bfloat16), [C], _x(C), _x(C, dtype=torch.bfloat16), 1e-5),
     ),
-    "layer_norm_fwd: weight on meta": ("layer_norm_fwd", lambda: (_x(2, C), [C], _x(C).to("meta"), None, 1e-5)),
-    "rms_norm_fwd: weight of a narrow dtype": ("rms_norm_fwd", lambda: (_x(2, C), [C], _x(C, dtype=torch.half), 1e-5)),
+    "layer_norm_fwd: weight on meta": (
+        "layer_norm_fwd",
+        lambda: (_x(2, C), [C], _x(C).to("meta"), None, 1e-5),
+    ),
+    "rms_norm_fwd: weight of a narrow dtype": (
+        "rms_norm_fwd",
+        lambda: (_x(2, C), [C], _x(C, dtype=torch.half), 1e-5),
+    ),
     "rms_norm_fwd: another shape": ("rms_norm_fwd", lambda: (_x(2, C), [C + 1], None, 1e-5)),
     "rms_norm_fwd: shape of more dimensions": ("rms_norm_fwd", lambda: (_x(2, C), [3, 2, C], None, 1e-5)),
     "rms_norm_recompute: few statistics": ("rms_norm_recompute", lambda: (_x(2, C), [C], None, _x(1, 1))),
     "rms_norm_bwd: statistics of another dtype": (
         "rms_norm_bwd",
-        lambda: (_x(2, C), _x(2, C), [C], None, _x(1, 2, dtype=torch.float64), 1e-5, False, [True, False, False]),
+        lambda: (
+            _x(2, C),
+            _x(2, C),
+            [C],
+            None,
+            _x(1, 2, dtype=torch.float64),
+            1e-5,
+            False,
+            [True, False, False],
+        ),
     ),
     "layer_norm_bwd: short gradient": (
         "layer_norm_bwd",
@@ -63,7 +78,10 @@ RAW = {
     ),
     "softmax_fwd: short mask": ("softmax_fwd", lambda: (_x(2, C), _x(3) > 0, 1.0, None, 0.0, None)),
     "softmax_fwd: integer mask": ("softmax_fwd", lambda: (_x(2, C), _x(C).char(), 1.0, None, 0.0, None)),
-    "softmax_fwd: mask of a narrow dtype": ("softmax_fwd", lambda: (_x(2, C), _x(C).half(), 1.0, None, 0.0, None)),
+    "softmax_fwd: mask of a narrow dtype": (
+        "softmax_fwd",
+        lambda: (_x(2, C), _x(C).half(), 1.0, None, 0.0, None),
+    ),
     "softmax_fwd: dropout without seed": ("softmax_fwd", lambda: (_x(2, C), None, 1.0, None, 0.5, None)),
     "softmax_bwd: smaller gradient": ("softmax_bwd", lambda: (_x(1, 2), _x(64, C), False, 1.0)),
     "softmax_recompute: few statistics": (
@@ -81,7 +99,9 @@ def _unpacked_as_half(layer):
         x = _x(2, 5, COLUMNS)
         plain = gradients(module, x)
         x.requires_grad_()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half() if t.is_floating_point() else t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t.half() if t.is_floating_point() else t, lambda t: t
+        ):
             torch.manual_seed(0)
             y = module(x)
         try:
@@ -166,12 +186,14 @@ CASES = {f"raw {name}": _refused(*case) for name, case in RAW.items()}
 CASES |= {f"unpacked {layer.name}": _unpacked_as_half(layer) for layer in LAYERS}
 CASES |= {f"default device {layer.name}": _default_device(layer) for layer in LAYERS}
 
-CASES |= {f"compiled backward {name}": _compiled_backward(make) for name, make in WIDE.items()}
-CASES |= {f"compiled step {name}": _eager_forward_compiled_step(make) for name, make in WIDE.items()}
+SLOW = {f"compiled backward {name}": _compiled_backward(make) for name, make in WIDE.items()}
+SLOW |= {f"compiled step {name}": _eager_forward_compiled_step(make) for name, make in WIDE.items()}
+for name in ("compiled backward rms_norm", "compiled step layer_norm", "compiled step softmax_dropout"):
+    CASES[name] = SLOW.pop(name)
 
 
 def _run(case):
-    """"ok", an exception's text, or the signal that ended the process."""
+    """ "ok", an exception's text, or the signal that ended the process."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -191,7 +213,12 @@ def _run(case):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # no OpenMP pool, so that fork is safe
-    for warm in ("unpacked dropout", "default device relu", "compiled backward gelu"):  # imports are done once, here
+    for warm in (
+        "unpacked dropout",
+        "default device relu",
+        "compiled step softmax_dropout",
+    ):  # imports are done once, here
         with contextlib.suppress(Exception):
             CASES[warm]()
-    json.dump({name: _run(case) for name, case in CASES.items()}, sys.stdout)
+    chosen = SLOW if "slow" in sys.argv else CASES
+    json.dump({name: _run(case) for name, case in chosen.items()}, sys.stdout)

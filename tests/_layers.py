@@ -35,7 +35,9 @@ class ComposedSoftmax(ScaledSoftmax):
             scores = scores + self.bias
         keep = self.keep
         if self.options.get("is_causal"):
-            offset = x.shape[-1] - x.shape[-2] if self.options.get("causal_alignment") == "bottom_right" else 0
+            offset = (
+                x.shape[-1] - x.shape[-2] if self.options.get("causal_alignment") == "bottom_right" else 0
+            )
             causal = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril(offset)
             keep = causal if keep is None else keep & causal
         if keep is not None:

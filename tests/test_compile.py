@@ -73,7 +73,9 @@ def test_inductor(layer, dynamic):
     module = perturb(layer.ours())
     x = _input()
     compiled = torch.compile(module, fullgraph=True, dynamic=dynamic)
-    with torch._inductor.config.patch(fallback_random=True):  # eager's generator, so that masks can be compared
+    with torch._inductor.config.patch(
+        fallback_random=True
+    ):  # eager's generator, so that masks can be compared
         assert_close(gradients(compiled, x), gradients(module, x), rtol=1e-4, atol=1e-5)
 
 
@@ -135,7 +137,9 @@ def test_compiled_checkpoint_repeats_the_mask(layer):
 @random
 def test_compiled_vmap_of_dropout(layer):
     module = layer.ours()
-    compiled = torch.compile(torch.func.vmap(module, randomness="different"), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        torch.func.vmap(module, randomness="different"), backend="aot_eager", fullgraph=True
+    )
     x = torch.ones(3, 5, COLUMNS)
     y = compiled(x)
     assert y.shape == x.shape
@@ -191,7 +195,9 @@ def _check_trained(result, model, x, what):
 
 
 @every
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["non-strict", "strict"])
+@pytest.mark.parametrize(
+    "strict", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["non-strict", "strict"]
+)
 def test_export_and_train(layer, strict):
     model = _train_model(layer).train()
     x = _input()
@@ -263,7 +269,11 @@ def test_mixed_model(stage):
 
     torch.manual_seed(0)
     model = nn.Sequential(
-        fused.LayerNorm(COLUMNS), nn.Linear(COLUMNS, COLUMNS), fused.GELU(), fused.RMSNorm(COLUMNS), fused.Softmax(-1)
+        fused.LayerNorm(COLUMNS),
+        nn.Linear(COLUMNS, COLUMNS),
+        fused.GELU(),
+        fused.RMSNorm(COLUMNS),
+        fused.Softmax(-1),
     )
     x = _input()
     expected = gradients(model, x, torch.ones(3, 5, COLUMNS).cumsum(-1))

@@ -1,16 +1,12 @@
 """Misuse raises torch's error type with a message that names the argument, its shape and a remedy; what torch accepts works."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as TF
 
 import pyckpt.functional as F
-from pyckpt import backends
 
 C = 6
 
@@ -76,7 +72,9 @@ def _make(dtype):
 def test_dtypes_we_have_no_kernel_for(name, dtype):
     ours, theirs = (_outcome(call, _make(dtype)) for call in CALLS[name])
     family = name.rstrip("_").split("_")[0]
-    if isinstance(theirs, torch.Tensor) and (theirs.is_quantized or (family == "dropout" and name != "dropout_eval")):
+    if isinstance(theirs, torch.Tensor) and (
+        theirs.is_quantized or (family == "dropout" and name != "dropout_eval")
+    ):
         assert type(ours) is type(theirs) and ours.dtype == theirs.dtype and ours.shape == theirs.shape
         return
     if name == "softmax_scaled" and isinstance(theirs, torch.Tensor):
@@ -84,7 +82,9 @@ def test_dtypes_we_have_no_kernel_for(name, dtype):
     if name == "softmax_scaled":
         assert isinstance(ours, RuntimeError)
         return
-    _check_as_torch(ours, theirs, family, r"\(4, 6\)", str(dtype).removeprefix("torch."), "convert|float|pass dtype")
+    _check_as_torch(
+        ours, theirs, family, r"\(4, 6\)", str(dtype).removeprefix("torch."), "convert|float|pass dtype"
+    )
 
 
 @pytest.mark.parametrize("value", [None, 1.5, [1.0, 2.0], "text"], ids=repr)
@@ -92,7 +92,9 @@ def test_dtypes_we_have_no_kernel_for(name, dtype):
 def test_not_a_tensor(name, value):
     ours, theirs = (_outcome(call, value) for call in CALLS[name])
     if name in ("softmax_scaled", "softmax", "softmax_dim") or "norm" in name:
-        assert type(ours) in (TypeError, AttributeError), repr(ours)  # torch's varies: TypeError or AttributeError
+        assert type(ours) in (TypeError, AttributeError), repr(
+            ours
+        )  # torch's varies: TypeError or AttributeError
         return
     _check_as_torch(ours, theirs, type(value).__name__)
 
@@ -157,12 +159,18 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("what", PARAMETERS)
-@pytest.mark.parametrize("argument", ["layer_norm weight", "layer_norm bias", "layer_norm both", "rms_norm weight"])
+@pytest.mark.parametrize(
+    "argument", ["layer_norm weight", "layer_norm bias", "layer_norm both", "rms_norm weight"]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_weight_and_bias(argument, what, x_dtype):
     name, which = argument.split()
     value = PARAMETERS[what]
-    given = {"weight": value, "bias": _f(C).to(x_dtype)} if which == "weight" else {"weight": _f(C).to(x_dtype), "bias": value}
+    given = (
+        {"weight": value, "bias": _f(C).to(x_dtype)}
+        if which == "weight"
+        else {"weight": _f(C).to(x_dtype), "bias": value}
+    )
     if which == "both":
         given = {"weight": value, "bias": value}
     if name == "rms_norm":
@@ -184,9 +192,13 @@ def test_weight_and_bias(argument, what, x_dtype):
 
 
 def test_weight_and_bias_of_different_dtypes():
-    for x, w, b in ((torch.bfloat16, torch.float32, torch.bfloat16), (torch.float32, torch.float32, torch.float64)):
+    for x, w, b in (
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.float32, torch.float32, torch.float64),
+    ):
         ours, theirs = (
-            _outcome(library.layer_norm, _f(4, C).to(x), (C,), _f(C).to(w), _f(C).to(b)) for library in (F, TF)
+            _outcome(library.layer_norm, _f(4, C).to(x), (C,), _f(C).to(w), _f(C).to(b))
+            for library in (F, TF)
         )
         _check_as_torch(ours, theirs, "layer_norm", "bias|weight", r"\(6,\)")
 
@@ -199,7 +211,9 @@ def test_negative_eps(name, eps):
         getattr(F, name)(_f(4, C), (C,), eps=eps)
 
 
-@pytest.mark.parametrize("eps", [0.0, 0, 1, float("nan"), float("inf"), None, "1", torch.tensor(1e-3), [1]], ids=str)
+@pytest.mark.parametrize(
+    "eps", [0.0, 0, 1, float("nan"), float("inf"), None, "1", torch.tensor(1e-3), [1]], ids=str
+)
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_other_eps(name, eps):
     ours, theirs = (_outcome(getattr(library, name), _f(4, C), (C,), eps=eps) for library in (F, TF))
@@ -209,7 +223,9 @@ def test_other_eps(name, eps):
 # Probabilities, masks, dimensions, options
 
 
-@pytest.mark.parametrize("p", [-0.1, 1.1, 1 + 1e-12, float("nan"), float("inf"), "0.5", None, [0.5], 1j], ids=str)
+@pytest.mark.parametrize(
+    "p", [-0.1, 1.1, 1 + 1e-12, float("nan"), float("inf"), "0.5", None, [0.5], 1j], ids=str
+)
 @pytest.mark.parametrize("training", [True, False])
 def test_bad_probability(p, training):
     ours, theirs = (_outcome(library.dropout, _f(4, C), p, training) for library in (F, TF))
@@ -265,7 +281,9 @@ def test_bad_mask(what, where):
 
 @pytest.mark.parametrize("shape", [(), (3,), (4, C), (2, 3, C)], ids=str)
 @pytest.mark.parametrize("dim", [-5, -4, -2, -1, 0, 1, 3, 7, 1.0, "0", (0,)], ids=str)
-@pytest.mark.parametrize("kwargs", [{}, {"dtype": torch.float64}, {"scale": 1.5}], ids=["plain", "dtype", "scale"])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"dtype": torch.float64}, {"scale": 1.5}], ids=["plain", "dtype", "scale"]
+)
 def test_softmax_dim(dim, shape, kwargs):
     x = _f(*shape)
     ours = _outcome(F.softmax, x, dim, **kwargs)
@@ -273,7 +291,11 @@ def test_softmax_dim(dim, shape, kwargs):
     _check_as_torch(ours, theirs, *(["dim", re.escape(str(dim))] if type(dim) is int else []))
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.bfloat16, torch.float8_e5m2, "float32", 3], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int64, torch.bool, torch.complex64, torch.bfloat16, torch.float8_e5m2, "float32", 3],
+    ids=str,
+)
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 def test_softmax_dtype(dtype, scale):
     ours = _outcome(F.softmax, _f(4, C), -1, dtype, scale=scale)
@@ -284,24 +306,34 @@ def test_softmax_dtype(dtype, scale):
 def test_softmax_of_integers_with_a_dtype():
     x = torch.arange(12).reshape(2, 6)
     torch.testing.assert_close(F.softmax(x, -1, torch.float32), TF.softmax(x, -1, dtype=torch.float32))
-    torch.testing.assert_close(F.softmax(x, dtype=torch.float64, scale=0.5), TF.softmax(x * 0.5, -1, dtype=torch.float64))
+    torch.testing.assert_close(
+        F.softmax(x, dtype=torch.float64, scale=0.5), TF.softmax(x * 0.5, -1, dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("value", ["erf", "Tanh", "", None, 1, True, [], b"tanh"], ids=repr)
 def test_bad_approximate(value):
     for x in (_f(4, C), _f(4, C).requires_grad_(), _f(4, C).to("meta"), _f(4, C).double()):
         ours, theirs = (_outcome(library.gelu, x, approximate=value) for library in (F, TF))
-        _check_as_torch(ours, theirs, *(["approximate", "none.*tanh", re.escape(repr(value))] if isinstance(value, str) else []))
+        _check_as_torch(
+            ours,
+            theirs,
+            *(["approximate", "none.*tanh", re.escape(repr(value))] if isinstance(value, str) else []),
+        )
 
 
 @pytest.mark.parametrize("alignment", ["topleft", "bottom-right", "", None, 1], ids=repr)
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_bad_causal_alignment(alignment, is_causal):
-    with pytest.raises(ValueError, match=rf"causal_alignment.*top_left.*bottom_right.*{re.escape(repr(alignment))}"):
+    with pytest.raises(
+        ValueError, match=rf"causal_alignment.*top_left.*bottom_right.*{re.escape(repr(alignment))}"
+    ):
         F.softmax(_f(4, C), is_causal=is_causal, causal_alignment=alignment)
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((), -1), ((C,), -1), ((C,), 0), ((4, C), 0), ((2, 4, C), 1)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((), -1), ((C,), -1), ((C,), 0), ((4, C), 0), ((2, 4, C), 1)], ids=str
+)
 def test_causal_needs_queries_and_keys(shape, dim):
     with pytest.raises(ValueError, match=rf"is_causal.*{re.escape(str(shape))}"):
         F.softmax(_f(*shape), dim, is_causal=True)
@@ -309,7 +341,7 @@ def test_causal_needs_queries_and_keys(shape, dim):
 
 @pytest.mark.parametrize("scale", [None, "2", [1.0], 1j], ids=str)
 def test_bad_scale(scale):
-    with pytest.raises(TypeError, match="scale|float"):
+    with pytest.raises(TypeError, match=r"scale|float"):
         F.softmax(_f(4, C), scale=scale)
 
 
@@ -321,68 +353,3 @@ def test_inplace_on_a_leaf(name, backend):
     ]
     _check_as_torch(*results, "leaf", "in-?place")
     assert "floating-point" not in str(results[0]), results[0]
-
-
-# Backends and environment
-
-
-def test_backend_names():
-    with pytest.raises(ValueError, match=r"unknown backend 'gpu'.*cpu.*reference"), backends.use("gpu"):
-        pass
-    for name, state in backends.available().items():
-        if not state.available:
-            with pytest.raises(RuntimeError, match=f"backend '{name}'.*{re.escape(state.unavailable)}"), backends.use(name):
-                pass
-            assert state.unavailable
-    before = backends.select("cpu")
-    with pytest.raises(KeyError), backends.use("reference"):
-        raise KeyError
-    assert backends.select("cpu") == before
-
-
-def test_backend_of_create_graph_is_the_forwards(monkeypatch, native):
-    """Backward, also a recorded one, runs on the backend of its forward."""
-    from pyckpt.ops import activation
-
-    ran = []
-    for name in ("reference", "cpu"):
-        kernel = activation.gelu_bwd.kernels[name]
-        monkeypatch.setitem(activation.gelu_bwd.kernels, name, lambda *a, k=kernel, n=name: ran.append(n) or k(*a))
-    x = _f(4, C).requires_grad_()
-    with backends.use("reference"):
-        y = F.gelu(x)
-    for create_graph in (False, True):
-        ran.clear()
-        with backends.use("cpu"):
-            torch.autograd.grad(y.sum(), x, create_graph=create_graph, retain_graph=True)
-        assert ran == ["reference"], f"create_graph={create_graph}"
-
-
-ENVIRONMENTS = {
-    "unknown backend": ({"PYCKPT_BACKEND": "gpu"}, "ValueError", "PYCKPT_BACKEND", "gpu"),
-    "backend that is not here": ({"PYCKPT_BACKEND": "triton"}, "RuntimeError", "PYCKPT_BACKEND", "triton"),
-    "unknown instruction set": ({"PYCKPT_CPU_ISA": "avx9"}, "ValueError", "PYCKPT_CPU_ISA", "avx9"),
-}
-
-
-@pytest.mark.parametrize("what", ENVIRONMENTS)
-def test_environment(what):
-    variables, kind, *mentions = ENVIRONMENTS[what]
-    if "PYCKPT_CPU_ISA" in variables and backends.native is None:
-        pytest.skip("no native module to choose an instruction set of")
-    done = subprocess.run(
-        [sys.executable, "-c", "import pyckpt"], env=os.environ | variables, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode, "accepted"
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(kind), last
-    for mention in mentions:
-        assert mention in last, f"no {mention} in: {last}"
-
-
-def test_environment_chooses_the_backend():
-    code = "import pyckpt; print(pyckpt.backends.select('cpu'))"
-    for value, name in (("reference", "reference"), ("", backends.select("cpu"))):
-        variables = os.environ | {"PYCKPT_BACKEND": value}
-        done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=100)
-        assert done.stdout.strip() == name, done.stderr

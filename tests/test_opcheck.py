@@ -62,14 +62,18 @@ def _arguments(**make):
             return _float(**k), [C], parameter(weight, g, d), parameter(bias, g, d)
 
         cases.setdefault("layer_norm_fwd", []).append(lambda f=layer, **k: (*f(**k), 1e-5))
-        cases.setdefault("layer_norm_recompute", []).append(lambda f=layer, **k: (*f(**k), statistics(3, k["dtype"])))
+        cases.setdefault("layer_norm_recompute", []).append(
+            lambda f=layer, **k: (*f(**k), statistics(3, k["dtype"]))
+        )
     for weight in (True, False):
 
         def rms(weight=weight, **k):
             return _float(**k), [C], parameter(weight, k["grad"], k["dtype"])
 
         cases.setdefault("rms_norm_fwd", []).append(lambda f=rms, **k: (*f(**k), 1e-5))
-        cases.setdefault("rms_norm_recompute", []).append(lambda f=rms, **k: (*f(**k), statistics(1, k["dtype"])))
+        cases.setdefault("rms_norm_recompute", []).append(
+            lambda f=rms, **k: (*f(**k), statistics(1, k["dtype"]))
+        )
         for wanted in ([True, True, False], [True, False, False], [False, True, False], [True, True, True]):
             for name, count in (("layer_norm", 3), ("rms_norm", 1)):
                 if name == "rms_norm" and wanted[2]:
@@ -90,7 +94,9 @@ def _arguments(**make):
                     return statistics(2, dtype)
 
                 cases.setdefault("softmax_fwd", []).append(scores)
-                cases.setdefault("softmax_recompute", []).append(lambda f=scores, **k: (*f(**k), rows(k["dtype"])))
+                cases.setdefault("softmax_recompute", []).append(
+                    lambda f=scores, **k: (*f(**k), rows(k["dtype"]))
+                )
                 if p:
                     cases.setdefault("softmax_dropout_bwd", []).append(
                         lambda f=scores, **k: (_float(**k), *f(**k), rows(k["dtype"]), 0.7)
@@ -101,8 +107,19 @@ def _arguments(**make):
 
 CASES = _arguments()
 NO_GRADIENT = {"layer_norm_recompute", "rms_norm_recompute", "softmax_recompute"}
-ALL = [pytest.param(name, make, id=f"{name}-{i}") for name, makes in CASES.items() for i, make in enumerate(makes)]
+ALL = [
+    pytest.param(name, make, id=f"{name}-{i}")
+    for name, makes in CASES.items()
+    for i, make in enumerate(makes)
+]
 FEW = [pytest.param(name, makes[0], id=name) for name, makes in CASES.items()]
+
+TRACED = [
+    pytest.param(
+        *p.values, id=p.id, marks=() if p.id == "dropout" or p.id.endswith("_fwd") else pytest.mark.slow
+    )
+    for p in FEW
+]
 
 
 def _check(name, arguments, utils=("test_schema", "test_autograd_registration", "test_faketensor")):
@@ -110,7 +127,12 @@ def _check(name, arguments, utils=("test_schema", "test_autograd_registration", 
 
 
 def test_every_operator_is_covered():
-    ops = {op.name for module in (activation, dropout, norm, softmax) for op in vars(module).values() if isinstance(op, Op)}
+    ops = {
+        op.name
+        for module in (activation, dropout, norm, softmax)
+        for op in vars(module).values()
+        if isinstance(op, Op)
+    }
     for n in (norm._layer_norm, norm._rms_norm):
         ops |= {n.fwd.name, n.bwd.name, n.recompute.name}
     assert ops == set(CASES)
@@ -131,13 +153,13 @@ def test_fake_on_every_layout_and_dtype(name, make, dtype, layout, backend):
     _check(name, make(grad=False, dtype=dtype, layout=layout))
 
 
-@pytest.mark.parametrize(
-    ("name", "make"), [p if "_fwd" in p.id or p.id == "dropout" else pytest.param(*p.values, id=p.id, marks=pytest.mark.slow) for p in FEW]
-)
+@pytest.mark.parametrize(("name", "make"), TRACED)
 def test_traced_with_symbolic_shapes(name, make):
     for grad in (False, True):
         if not (grad and name in NO_GRADIENT):
-            _check(name, make(grad=grad, dtype=torch.float32, layout="contiguous"), "test_aot_dispatch_dynamic")
+            _check(
+                name, make(grad=grad, dtype=torch.float32, layout="contiguous"), "test_aot_dispatch_dynamic"
+            )
 
 
 @pytest.mark.slow
@@ -158,7 +180,12 @@ def test_fake_on_odd_shapes(name, shape, backend):
         if isinstance(value, torch.Tensor) and value.shape == (3, 5, C):
             return _float(shape)
         if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[-1] == 15:
-            return value[:, : max(1, torch.Size(shape[:-1]).numel()) if shape[:-1] == () else torch.Size(shape[:-1]).numel()]
+            return value[
+                :,
+                : max(1, torch.Size(shape[:-1]).numel())
+                if shape[:-1] == ()
+                else torch.Size(shape[:-1]).numel(),
+            ]
         return value
 
     arguments = CASES[name][0](grad=False, dtype=torch.float32, layout="contiguous")
@@ -168,26 +195,40 @@ def test_fake_on_odd_shapes(name, shape, backend):
 @pytest.mark.parametrize("name", sorted(NO_GRADIENT))
 def test_recompute_ops_say_that_they_have_no_gradient(name):
     arguments = CASES[name][0](grad=True, dtype=torch.float32, layout="contiguous")
-    with pytest.raises(RuntimeError, match=f"pyckpt::{name} .*no gradient; use pyckpt::{name.replace('recompute', 'fwd')}"):
+    with pytest.raises(
+        RuntimeError, match=f"pyckpt::{name} .*no gradient; use pyckpt::{name.replace('recompute', 'fwd')}"
+    ):
         getattr(torch.ops.pyckpt, name)(*arguments)
+
+
+def _run_isolated(backend, *arguments):
+    if not backends.available()[backend].available:
+        pytest.skip(f"no {backend} backend here")
+    environment = os.environ | {
+        "PYCKPT_BACKEND": backend,
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": "4096",  # memory that is read after it was freed is not there
+    }
+    command = [sys.executable, "-W", "ignore", "-m", "tests._isolated", *arguments]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        command, env=environment, cwd=root, capture_output=True, text=True, timeout=300, check=True
+    )
+    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module", params=[pytest.param("reference", marks=pytest.mark.slow), "cpu"])
 def isolated(request):
-    if not backends.available()[request.param].available:
-        pytest.skip(f"no {request.param} backend here")
-    environment = os.environ | {
-        "PYCKPT_BACKEND": request.param,
-        "OMP_NUM_THREADS": "1",
-        "MALLOC_MMAP_THRESHOLD_": "4096",  # memory that is read after it was freed is not there
-    }
-    command = [sys.executable, "-W", "ignore", "-m", "tests._isolated"]
-    root = Path(__file__).parents[1]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=200, check=True)
-    return json.loads(done.stdout)
+    return _run_isolated(request.param)
 
 
 @pytest.mark.parametrize("name", _isolated.CASES)
 def test_memory_is_never_misread(name, isolated):
     """Each in its own process: a fault here writes to memory that is not ours."""
     assert isolated[name] == "ok", isolated[name]
+
+
+@pytest.mark.slow
+def test_memory_is_never_misread_by_compiled_frames():
+    results = _run_isolated("cpu", "slow")
+    assert {name: text for name, text in results.items() if text != "ok"} == {}

@@ -202,7 +202,9 @@ def test_dtensor(layer, dim, mesh):
 
 
 def _nested_layers():
-    return [layer for layer in LAYERS if layer.name != "softmax_dropout" and not layer.name.startswith("softmax_")]
+    return [
+        layer for layer in LAYERS if layer.name != "softmax_dropout" and not layer.name.startswith("softmax_")
+    ]
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
@@ -248,7 +250,9 @@ def test_sparse_and_mkldnn_inputs(layer):
                 results.append(error)
         ours, theirs = results
         if isinstance(theirs, Exception):
-            assert isinstance(ours, Exception) and not isinstance(ours, AttributeError), f"{ours!r} instead of {theirs!r}"
+            assert isinstance(ours, Exception) and not isinstance(ours, AttributeError), (
+                f"{ours!r} instead of {theirs!r}"
+            )
         elif isinstance(ours, Exception):
             raise ours
         else:
@@ -320,7 +324,7 @@ def test_autocast_in_a_model(autocast, backend):
         x = _input().requires_grad_()
         seen = []
         for layer in model:
-            layer.register_forward_hook(lambda m, a, y: seen.append(y.dtype))
+            layer.register_forward_hook(lambda m, a, y, seen=seen: seen.append(y.dtype))
         with torch.autocast("cpu", autocast):
             y = model(x)
         y.float().square().sum().backward()
@@ -345,7 +349,9 @@ class _Raising(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@pytest.mark.parametrize("call", [F.gelu, lambda x: F.layer_norm(x, (COLUMNS,)), lambda x: F.rms_norm(x, (COLUMNS,))])
+@pytest.mark.parametrize(
+    "call", [F.gelu, lambda x: F.layer_norm(x, (COLUMNS,)), lambda x: F.rms_norm(x, (COLUMNS,))]
+)
 def test_errors_of_a_subclass_come_through(call):
     """With their type, and without advice on an argument that nothing is wrong with."""
     with pytest.raises(_OddError, match="out of quota") as caught:

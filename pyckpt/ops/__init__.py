@@ -4,6 +4,31 @@ Each family's file holds, per op: its schema and fake, its kernels by backend, t
 how its output is recomputed, and the public function.
 """
 
-from . import activation, dropout, norm, softmax
+from types import FunctionType
+
+from torch._C._dynamo import eval_frame
+
+from . import _native, _registry, activation, dropout, norm, softmax
 
 __all__ = ["activation", "dropout", "norm", "softmax"]
+
+
+def _keep_dynamo_out() -> None:
+    """Our frames run as they are when Dynamo traces around a graph break: it may drop a tensor whose address was taken.
+
+    This does not keep the public functions from being inlined into a compiled graph, where they are plain expressions.
+    """
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for module in (activation, dropout, norm, softmax, _native, _registry):
+        for scope in (module, *(value for value in vars(module).values() if isinstance(value, type))):
+            for value in vars(scope).values():
+                function = value.__func__ if isinstance(value, staticmethod) else value
+                if isinstance(function, FunctionType):
+                    eval_frame.set_code_exec_strategy(function.__code__, skip)
+    for op in _registry.Op.all:
+        for kernel in op.kernels.values():
+            if isinstance(kernel, FunctionType):
+                eval_frame.set_code_exec_strategy(kernel.__code__, skip)
+
+
+_keep_dynamo_out()

@@ -26,6 +26,16 @@ def resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
+def strided(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient as a kernel can read it: a sparse one becomes dense."""
+    return grad if grad.layout is torch.strided else grad.to_dense()
+
+
+def like(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a kernel may read `a` where it expects a tensor of b's shape, dtype and device."""
+    return a.dtype is b.dtype and a.shape == b.shape and a.device == b.device and a.layout is torch.strided
+
+
 def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor if tensor is None else resolved(tensor).contiguous()
 

@@ -77,8 +77,9 @@ def reference_bwd(
     centred, _, _ = _centred(x.to(dtype), dims, kind)
     rstd = torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
     h = centred * rstd
-    dx = dweight = dbias = x.new_empty(0)
     parameter_dtype = torch.float32 if float32_parameters else x.dtype
+    dx = torch.empty(0, dtype=x.dtype, device=x.device)
+    dweight, dbias = (torch.empty(0, dtype=parameter_dtype, device=x.device) for _ in range(2))
     if wanted[0]:
         v = g if weight is None else g * weight.to(dtype)
         level = v.mean(dims, keepdim=True) if kind == LAYER else 0.0

@@ -13,7 +13,7 @@ There are three ways into an op:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd import forward_ad
@@ -45,7 +45,10 @@ class Op:
             differentiated where a gradient through the op itself is asked for.
     """
 
+    all: ClassVar[list[Op]] = []
+
     def __init__(self, schema: str, *, fake: Kernel, reference: Kernel) -> None:
+        Op.all.append(self)
         self.name = schema.partition("(")[0]
         self.reference = reference
         self.kernels: dict[str, Kernel] = {"reference": reference}
@@ -73,13 +76,18 @@ class Op:
     def __call__(self, backend: str, *args: Any) -> Any:
         """Runs the op on `backend`, without autograd; through torch's dispatcher where a dispatch mode has to see it."""
         if torch._C._len_torch_dispatch_stack():
-            with torch._C._AutoDispatchBelowAutograd():
+            with backends.use(backend), torch._C._AutoDispatchBelowAutograd():
                 return self.overload(*args)
         return self.on(backend)(*args)
 
     def in_backward(self, backend: str, *args: Any) -> Any:
-        """Runs the op inside a backward: differentiable if that backward is itself being recorded."""
-        return self.overload(*args) if torch.is_grad_enabled() else self(backend, *args)
+        """Runs the op inside a backward: differentiable if that backward is itself being recorded, batched or given tangents."""
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            return self.reference(*args)
+        if torch.is_grad_enabled():
+            with backends.use(backend):
+                return self.overload(*args)
+        return self(backend, *args)
 
     def on(self, backend: str) -> Kernel:
         kernel = self.kernels.get(backend)
@@ -94,6 +102,8 @@ class Op:
         return self.on(backends.select(device))(*args)
 
     def _autograd(self, *args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            return self.reference(*args)
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return self._differentiable(*args)
         with torch._C._AutoDispatchBelowAutograd():
@@ -108,6 +118,7 @@ def lowered(x: Any) -> bool:
         or x.dtype not in DTYPES
         or not (x.is_cpu or x.is_cuda)
         or x.layout is not torch.strided
+        or x.is_nested
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0
@@ -139,7 +150,15 @@ def describe(name: str, tensor: Any) -> str:
     if not isinstance(tensor, torch.Tensor):
         return f"{name} of type {type(tensor).__name__}"
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{name} of shape {tuple(tensor.shape)}, {dtype} on {tensor.device}"
+    shape = "nested" if tensor.is_nested else f"of shape {tuple(tensor.shape)}"
+    return f"{name} {shape}, {dtype} on {tensor.device}"
+
+
+def dtype_problem(name: str, input: Any) -> str:
+    """What is wrong with the input of an op for floating-point numbers; empty if its dtype is not the trouble."""
+    if isinstance(input, torch.Tensor) and input.is_floating_point():
+        return ""
+    return f"{name}: expected a floating-point tensor, got {describe('input', input)}; convert it, e.g. input.float()"
 
 
 def by_torch(problem: str, function: Kernel, *args: Any, **kwargs: Any) -> Any:
@@ -148,14 +167,19 @@ def by_torch(problem: str, function: Kernel, *args: Any, **kwargs: Any) -> Any:
     So an argument that we do not serve (an integer ReLU, a complex SiLU) gives what torch gives, and a mistake gives torch's
     error type with a message that names the argument and the remedy.
     """
-    if torch.compiler.is_compiling():
+    if not problem or torch.compiler.is_compiling():
         return function(*args, **kwargs)
     try:
         return function(*args, **kwargs)
-    except (
-        RuntimeError,
-        TypeError,
-        ValueError,
-        IndexError,
-    ) as error:  # NotImplementedError is a RuntimeError
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        # NotImplementedError is a RuntimeError. Errors of other libraries' subclasses may not take a message: left alone.
+        if type(error).__module__ != "builtins":
+            raise
         raise type(error)(f"{problem}\n(torch: {error})") from None
+
+
+def expect(condition: bool, message: str) -> None:
+    """For kernels: what they are given must be what they read. The public functions never get here with anything else, but the
+    raw ops can be called with anything, and saved-tensor hooks can return anything."""
+    if not condition:
+        raise RuntimeError(f"pyckpt: {message}")

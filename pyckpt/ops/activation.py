@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends
-from ._native import code, elementwise_view, native, resolved
-from ._registry import DTYPES, Op, by_torch, describe, lowered, needs_grad
+from ._native import code, elementwise_view, like, native, resolved, strided
+from ._registry import DTYPES, Op, by_torch, describe, dtype_problem, expect, lowered, needs_grad
 
 aten = torch.ops.aten
 
@@ -111,7 +111,9 @@ silu_fwd.differentiable(lambda x: ActivationFunction.apply(x, _SILU))
 relu_fwd.differentiable(lambda x: ActivationFunction.apply(x, _RELU))
 
 
-def _cpu_forward(op: int, x: Tensor) -> Tensor:
+def _cpu_forward(op: int | None, x: Tensor) -> Tensor:
+    expect(op is not None, "approximate must be 'none' or 'tanh'")
+    expect(x.dtype in DTYPES, f"no kernel for {describe('x', x)}")
     x = resolved(x)
     y = torch.empty_like(x)
     view = [] if x.is_contiguous() else elementwise_view(x, y)
@@ -121,7 +123,10 @@ def _cpu_forward(op: int, x: Tensor) -> Tensor:
     return y
 
 
-def _cpu_backward(op: int, grad: Tensor, x: Tensor) -> Tensor:
+def _cpu_backward(op: int | None, grad: Tensor, x: Tensor) -> Tensor:
+    expect(op is not None, "approximate must be 'none' or 'tanh'")
+    grad = strided(grad)
+    expect(x.dtype in DTYPES and like(grad, x), f"{describe('grad', grad)} does not fit {describe('x', x)}")
     grad, x = resolved(grad), resolved(x)
     dx = torch.empty_like(x)
     view = [] if grad.is_contiguous() and x.is_contiguous() else elementwise_view(grad, x, dx)
@@ -132,8 +137,8 @@ def _cpu_backward(op: int, grad: Tensor, x: Tensor) -> Tensor:
 
 
 _GELU_CODES = {"none": 0, "tanh": 1}
-gelu_fwd.kernel("cpu")(lambda x, approximate: _cpu_forward(_GELU_CODES[approximate], x))
-gelu_bwd.kernel("cpu")(lambda grad, x, approximate: _cpu_backward(_GELU_CODES[approximate], grad, x))
+gelu_fwd.kernel("cpu")(lambda x, approximate: _cpu_forward(_GELU_CODES.get(approximate), x))
+gelu_bwd.kernel("cpu")(lambda grad, x, approximate: _cpu_backward(_GELU_CODES.get(approximate), grad, x))
 silu_fwd.kernel("cpu")(lambda x: _cpu_forward(2, x))
 silu_bwd.kernel("cpu")(lambda grad, x: _cpu_backward(2, grad, x))
 relu_fwd.kernel("cpu")(lambda x: _cpu_forward(3, x))
@@ -144,10 +149,6 @@ def _apply(input: Tensor, activation: _Activation) -> Tensor:
     if needs_grad(input):
         return ActivationFunction.apply(input, activation)
     return activation.fwd(backends.select(input.device.type), input, *activation.arguments)
-
-
-def _problem(name: str, input: Any) -> str:
-    return f"{name}: expected a floating-point tensor, got {describe('input', input)}; convert it, e.g. input.float()"
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
@@ -164,7 +165,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     activation = _GELU.get(approximate)
     if activation is None or lowered(input):
         problem = (
-            _problem("gelu", input)
+            dtype_problem("gelu", input)
             if activation
             else f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}"
         )
@@ -180,7 +181,7 @@ def silu(input: Tensor, inplace: bool = False) -> Tensor:
         inplace: write the result into `input`; autograd then has to keep a copy of it, so this is torch's own function.
     """
     if inplace or lowered(input):
-        return by_torch(_problem("silu", input), F.silu, input, inplace=inplace)
+        return by_torch(dtype_problem("silu", input), F.silu, input, inplace=inplace)
     return _apply(input, _SILU)
 
 
@@ -192,5 +193,5 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
         inplace: write the result into `input`.
     """
     if inplace or lowered(input):
-        return by_torch(_problem("relu", input), F.relu, input, inplace=inplace)
+        return by_torch(dtype_problem("relu", input), F.relu, input, inplace=inplace)
     return _apply(input, _RELU)

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends
-from ._native import code, elementwise_view, native, resolved
-from ._registry import Op, by_torch, describe, lowered, needs_grad
+from ._native import code, elementwise_view, native, resolved, strided
+from ._registry import DTYPES, PLAIN, Op, by_torch, describe, dtype_problem, expect, lowered, needs_grad
 
 _WORD = 0xFFFFFFFF
 
@@ -89,7 +89,13 @@ dropout_op.differentiable(lambda x, seed, p: DropoutFunction.apply(x, seed, p))
 
 @dropout_op.kernel("cpu")
 def _cpu_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    x = resolved(x)
+    expect(x.dtype in DTYPES, f"no kernel for {describe('x', x)}")
+    expect(
+        seed.dtype is torch.int64 and seed.numel() == 1 and seed.is_cpu,
+        "seed must be one int64 on the device of x",
+    )
+    expect(0.0 <= p <= 1.0, f"dropout probability has to be between 0 and 1, but got {p}")
+    x = resolved(strided(x))
     y = torch.empty_like(x)
     view = [] if x.is_contiguous() else elementwise_view(x, y, ordered=True)
     threads = torch.get_num_threads()
@@ -111,14 +117,21 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     Raises:
         ValueError: p outside [0, 1].
     """
-    if not 0.0 <= p <= 1.0:
+    if p < 0.0 or p > 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+    if not isinstance(input, Tensor) or p != p:
+        return by_torch(dtype_problem("dropout", input), F.dropout, input, p, training, inplace)
     if not training or p == 0.0:
         return input
     if lowered(input):
-        if not isinstance(input, Tensor) or not input.is_floating_point():
-            problem = f"dropout: expected a floating-point tensor, got {describe('input', input)}; convert it, e.g. input.float()"
-            return by_torch(problem, F.dropout, input, p, training, inplace)
+        if (
+            input.dtype not in DTYPES
+            or type(input) not in PLAIN
+            or input.is_nested
+            or input.layout is not torch.strided
+        ):
+            # A subclass may be one shard of many, whose elements have no index here: torch's own mask.
+            return by_torch(dtype_problem("dropout", input), F.dropout, input, p, training, inplace)
         seed = new_seed(input.device)
         # The compiler gets one opaque op (torch's own random numbers would be another mask); everyone else the expression.
         y = (
@@ -127,6 +140,11 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
             else _reference(input, seed, p)
         )
         return input.copy_(y) if inplace else y
+    if inplace and needs_grad(input) and input.is_leaf:
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation: dropout(inplace=True) on "
+            f"{describe('input', input)}; use inplace=False, or torch.no_grad()"
+        )
     seed = new_seed(input.device)
     if inplace or needs_grad(input):
         return DropoutFunction.apply(input, seed, p, inplace)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends
-from ._native import address, as_rows, code, dense, native
+from ._native import address, as_rows, code, dense, like, native, strided
 from ._norm_definition import (
     LAYER,
     RMS,
@@ -35,6 +35,8 @@ from ._registry import (
     autocast_to_float32,
     by_torch,
     describe,
+    dtype_problem,
+    expect,
     lowered,
     needs_grad,
     not_differentiable,
@@ -61,7 +63,7 @@ def _fake_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias to be filled; of size 0 where not wanted."""
     dtype = torch.float32 if float32_parameters else x.dtype
-    dx = _contiguous_like(x) if wanted[0] else x.new_empty(0)
+    dx = _contiguous_like(x) if wanted[0] else torch.empty(0, dtype=x.dtype, device=x.device)
     dweight, dbias = [torch.empty(shape if want else 0, dtype=dtype, device=x.device) for want in wanted[1:]]
     return dx, dweight, dbias
 
@@ -86,11 +88,37 @@ def _cpu_write(
     )  # fmt: skip
 
 
+def _check(
+    kind: int,
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: Tensor | None = None,
+) -> None:
+    expect(x.dtype in DTYPES, f"no kernel for {describe('x', x)}")
+    expect(
+        len(shape) > 0 and x.shape[-len(shape) :] == tuple(shape),
+        f"{describe('x', x)} does not end in {list(shape)}",
+    )
+    if weight is not None or bias is not None:
+        problem = _problem("norm", x, tuple(shape), {"weight": weight, "bias": bias})
+        expect(not problem, problem)
+    if statistics is not None:
+        expect(
+            statistics.shape == (STATISTICS[kind], row_count(x, shape))
+            and statistics.dtype is DTYPES[x.dtype][1]
+            and statistics.device == x.device,
+            f"{describe('statistics', statistics)} are not those of {describe('x', x)}",
+        )
+
+
 def _cpu_fwd(
     kind: int, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
+    _check(kind, x, shape, weight, bias)
     y = _contiguous_like(x)
-    statistics = torch.empty(STATISTICS[kind], row_count(x, shape), dtype=DTYPES[x.dtype][1])
+    statistics = torch.empty(STATISTICS[kind], row_count(x, shape), dtype=DTYPES[x.dtype][1], device=x.device)
     _cpu_write(kind, x, shape, weight, bias, eps, y, statistics, False)
     return y, statistics
 
@@ -98,8 +126,9 @@ def _cpu_fwd(
 def _cpu_recompute(
     kind: int, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, statistics: Tensor
 ) -> Tensor:
+    _check(kind, x, shape, weight, bias, statistics)
     y = _contiguous_like(x)
-    _cpu_write(kind, x, shape, weight, bias, 0.0, y, statistics, True)
+    _cpu_write(kind, x, shape, weight, bias, 0.0, y, statistics.contiguous(), True)
     return y
 
 
@@ -114,18 +143,23 @@ def _cpu_bwd(
     float32_parameters: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
+    grad, statistics = strided(grad), statistics.contiguous()
+    _check(kind, x, shape, weight, None, statistics)
+    expect(like(grad, x), f"{describe('grad', grad)} does not fit {describe('x', x)}")
     rows_of_x, view = as_rows(x, len(shape))
     rows_of_grad, grad_view = as_rows(grad, len(shape))
     weight = dense(weight)
     rows, columns = statistics.shape[1], math.prod(shape)
     dtype = torch.float32 if float32_parameters else x.dtype
     # An empty tensor's address is 0, which tells the kernel that a gradient is not wanted.
-    dx = _contiguous_like(x) if wanted[0] else torch.empty(0)
-    dweight = torch.empty(*shape, dtype=dtype) if wanted[1] else torch.empty(0)
-    dbias = torch.empty(*shape, dtype=dtype) if wanted[2] else torch.empty(0)
+    dx, dweight, dbias = _fake_bwd(x, shape, float32_parameters, wanted)
     # Blocks depend on the number of rows alone, so that sums do not depend on the number of threads.
     blocks = max(1, min(64, rows // 64))
-    sums = torch.empty(blocks, 2, columns, dtype=torch.float64) if wanted[1] or wanted[2] else None
+    sums = (
+        torch.empty(blocks, 2, columns, dtype=torch.float64, device=x.device)
+        if wanted[1] or wanted[2]
+        else None
+    )
     native.norm_backward(
         kind, code(x), DTYPES[dtype][0], rows, columns, eps, rows_of_x.data_ptr(), view, address(weight),
         rows_of_grad.data_ptr(), grad_view, statistics.data_ptr(), dx.data_ptr(),
@@ -249,7 +283,7 @@ def _alike(p: Tensor | None, x: Tensor, shape: tuple[int, ...]) -> bool:
         type(p) in PLAIN
         and p.dtype is x.dtype
         and p.shape == shape
-        and p.get_device() == x.get_device()
+        and p.device == x.device
         and p.layout is torch.strided
     )
 
@@ -278,6 +312,17 @@ def _problem(name: str, x: Tensor, shape: tuple[int, ...], parameters: dict[str,
                 f"{name}: {describe(key, p)} must be {kinds} for {describe('input', x)}, all parameters alike"
             )
     return ""
+
+
+def _lowered_problem(
+    name: str, input: Any, normalized_shape: Any, parameters: dict[str, Tensor | None]
+) -> str:
+    if torch.compiler.is_compiling():
+        return ""
+    if problem := dtype_problem(name, input):
+        return problem
+    shape = tuple(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else ()
+    return "" if input.is_nested or type(input) not in PLAIN else _problem(name, input, shape, parameters)
 
 
 def _normalise(
@@ -321,10 +366,10 @@ def layer_norm(
     """
     _check_eps("layer_norm", eps)
     if lowered(input):
-        problem = f"layer_norm: expected a floating-point tensor, got {describe('input', input)}; convert it, e.g. input.float()"
+        problem = _lowered_problem("layer_norm", input, normalized_shape, {"weight": weight, "bias": bias})
         return by_torch(problem, F.layer_norm, input, normalized_shape, weight, bias, eps)
     input, weight, bias = autocast_to_float32(input, weight, bias)  # type: ignore[assignment]
-    shape = tuple(normalized_shape) if not isinstance(normalized_shape, int) else ()
+    shape = tuple(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else ()
     if problem := _problem("layer_norm", input, shape, {"weight": weight, "bias": bias}):
         return by_torch(problem, F.layer_norm, input, normalized_shape, weight, bias, eps)
     return _normalise(_layer_norm, input, shape, weight, bias, eps)
@@ -352,10 +397,10 @@ def rms_norm(
     """
     _check_eps("rms_norm", eps)
     if lowered(input):
-        problem = f"rms_norm: expected a floating-point tensor, got {describe('input', input)}; convert it, e.g. input.float()"
+        problem = _lowered_problem("rms_norm", input, normalized_shape, {"weight": weight})
         return by_torch(problem, F.rms_norm, input, normalized_shape, weight, eps)
     input, weight = autocast_to_float32(input, weight)  # type: ignore[assignment]
-    shape = tuple(normalized_shape) if not isinstance(normalized_shape, int) else ()
+    shape = tuple(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else ()
     if problem := _problem("rms_norm", input, shape, {"weight": weight}):
         return by_torch(problem, F.rms_norm, input, normalized_shape, weight, eps)
     if eps is None:

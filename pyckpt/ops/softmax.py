@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends
-from ._native import address, code, columns_adjacent, flat, native, resolved
+from ._native import address, code, columns_adjacent, flat, like, native, resolved, strided
 from ._registry import (
     DTYPES,
     PLAIN,
@@ -22,6 +22,8 @@ from ._registry import (
     autocast_to_float32,
     by_torch,
     describe,
+    dtype_problem,
+    expect,
     lowered,
     needs_grad,
     not_differentiable,
@@ -135,6 +137,29 @@ class SoftmaxFunction(torch.autograd.Function):
 softmax_fwd.differentiable(lambda *arguments: SoftmaxFunction.apply(*arguments, True))
 
 
+def _check(
+    x: Tensor, mask: Tensor | None, dropout_p: float, seed: Tensor | None, statistics: Tensor | None = None
+) -> None:
+    expect(x.dtype in DTYPES, f"no kernel for {describe('x', x)}")
+    expect(x.dim() > 0, "x must have a dimension")
+    if mask is not None:
+        _check_mask(mask, x)
+    expect(0.0 <= dropout_p <= 1.0, f"dropout_p has to be between 0 and 1, but got {dropout_p}")
+    expect(dropout_p == 0.0 or seed is not None, "dropout_p needs a seed")
+    if seed is not None:
+        expect(
+            seed.dtype is torch.int64 and seed.numel() == 1 and seed.is_cpu,
+            "seed must be one int64 on the device of x",
+        )
+    if statistics is not None:
+        fits = (
+            statistics.shape == statistics_shape(x)
+            and statistics.dtype is DTYPES[x.dtype][1]
+            and statistics.is_cpu
+        )
+        expect(fits, f"{describe('statistics', statistics)} are not those of {describe('x', x)}")
+
+
 def _cpu_arguments(
     x: Tensor,
     mask: Tensor | None,
@@ -166,6 +191,7 @@ def _cpu_arguments(
 def _cpu_fwd(
     x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    _check(x, mask, dropout_p, seed)
     y, statistics = _fake_fwd(x)
     x, mask = columns_adjacent(x), mask if mask is None else resolved(mask)
     arguments = _cpu_arguments(x, mask, scale, causal, dropout_p, seed)
@@ -183,6 +209,8 @@ def _cpu_recompute(
     seed: Tensor | None,
     statistics: Tensor,
 ) -> Tensor:
+    _check(x, mask, dropout_p, seed, statistics)
+    statistics = statistics.contiguous()
     y = _contiguous_like(x)
     x, mask = columns_adjacent(x), mask if mask is None else resolved(mask)
     arguments = _cpu_arguments(x, mask, scale, causal, dropout_p, seed)
@@ -192,6 +220,11 @@ def _cpu_recompute(
 
 @softmax_bwd.kernel("cpu")
 def _cpu_bwd(grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor:
+    grad, y = strided(grad), resolved(y).contiguous()
+    expect(
+        y.dtype in DTYPES and y.dim() > 0 and like(grad, y),
+        f"{describe('grad', grad)} does not fit {describe('y', y)}",
+    )
     dx, grad = _contiguous_like(y), columns_adjacent(grad)
     arguments = _cpu_arguments(y, None, scale, None, 0.0, None, grad)
     native.softmax_backward(
@@ -212,6 +245,9 @@ def _cpu_dropout_bwd(
     statistics: Tensor,
     grad_scale: float,
 ) -> Tensor:
+    grad, statistics = strided(grad), statistics.contiguous()
+    _check(x, mask, dropout_p, seed, statistics)
+    expect(like(grad, x), f"{describe('grad', grad)} does not fit {describe('x', x)}")
     dx, x, grad = _contiguous_like(x), columns_adjacent(x), columns_adjacent(grad)
     mask = mask if mask is None else resolved(mask)
     arguments = _cpu_arguments(x, mask, scale, causal, dropout_p, seed, grad)
@@ -229,7 +265,11 @@ def _cpu_dropout_bwd(
     return dx
 
 
-def _check_options(input: Tensor, dim: int, is_causal: bool, causal_alignment: str, dropout_p: float) -> None:
+def _check_options(
+    input: Tensor, dim: int, scale: float, is_causal: bool, causal_alignment: str, dropout_p: float
+) -> None:
+    if not isinstance(scale, (int, float)) and not torch.compiler.is_compiling():
+        raise TypeError(f"softmax: scale must be a float, got {type(scale).__name__}")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"softmax: dropout_p has to be between 0 and 1, but got {dropout_p}")
     if causal_alignment not in ("top_left", "bottom_right"):
@@ -244,6 +284,8 @@ def _check_options(input: Tensor, dim: int, is_causal: bool, causal_alignment: s
 
 
 def _check_mask(mask: Tensor, input: Tensor) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"softmax: mask must be a tensor, got {type(mask).__name__}; use torch.tensor(mask)")
     if mask.dtype not in (torch.bool, input.dtype):
         raise RuntimeError(
             f"softmax: {describe('mask', mask)} must be boolean (True = keep) or additive in the dtype of "
@@ -272,6 +314,7 @@ def softmax(
     is_causal: bool = False,
     causal_alignment: str = "top_left",
     dropout_p: float = 0.0,
+    _stacklevel: int = 3,
 ) -> Tensor:
     """Softmax of ``scale * input + mask`` along `dim`, as :func:`torch.nn.functional.softmax` with what attention adds to it.
 
@@ -298,15 +341,27 @@ def softmax(
         IndexError: `dim` out of range.
         ValueError: dropout_p outside [0, 1], an unknown causal_alignment, is_causal with another `dim`.
     """
-    plain = mask is None and scale == 1.0 and not is_causal and dropout_p == 0.0
-    if plain and dtype is None and dim == -1 and not lowered(input) and input.is_cpu and input.dim():
+    plain = mask is None and type(scale) is float and scale == 1.0 and not is_causal and dropout_p == 0.0
+    plain = plain and causal_alignment == "top_left"
+    if (
+        plain
+        and dtype is None
+        and type(dim) is int
+        and dim == -1
+        and not lowered(input)
+        and input.is_cpu
+        and input.dim()
+    ):
         return _softmax(input, None, 1.0, None, 0.0)  # the usual case, without further checks
     if not isinstance(input, Tensor) or (plain and lowered(input)):
-        problem = f"softmax: expected a floating-point tensor, got {describe('input', input)}; convert it or pass dtype"
-        return by_torch(problem, F.softmax, input, dim=dim, dtype=dtype)
+        return by_torch(dtype_problem("softmax", input), F.softmax, input, dim=dim, dtype=dtype)
     if dim is None:
-        dim = F._get_softmax_dim("softmax", input.dim(), 3)  # type: ignore[attr-defined]
-    _check_options(input, dim, is_causal, causal_alignment, dropout_p)
+        dim = F._get_softmax_dim("softmax", input.dim(), _stacklevel)  # type: ignore[attr-defined]
+    if not torch.compiler.is_compiling() and (
+        isinstance(dim, float) or not isinstance(dtype, (torch.dtype, type(None)))
+    ):
+        return F.softmax(input, dim=dim, dtype=dtype)  # type: ignore[arg-type]  # torch's TypeError
+    _check_options(input, dim, scale, is_causal, causal_alignment, dropout_p)
     if not -max(1, input.dim()) <= dim < max(1, input.dim()):
         raise IndexError(f"softmax: dim={dim} is out of range for {describe('input', input)}")
     if dtype is not None:
