@@ -82,7 +82,10 @@ class Op:
 
     def in_backward(self, backend: str, *args: Any) -> Any:
         """Runs the op inside a backward: differentiable if that backward is itself being recorded, batched or given tangents."""
-        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        batched = torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(
+            args[0]
+        )
+        if batched or forward_ad._current_level >= 0:
             return self.reference(*args)
         if torch.is_grad_enabled():
             with backends.use(backend):
@@ -125,6 +128,11 @@ def lowered(x: Any) -> bool:
     )
 
 
+def is_sharded(x: torch.Tensor) -> bool:
+    """Whether `x` is a DTensor, told without importing torch.distributed."""
+    return type(x).__module__.startswith("torch.distributed.tensor")
+
+
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
@@ -156,9 +164,12 @@ def describe(name: str, tensor: Any) -> str:
 
 def dtype_problem(name: str, input: Any) -> str:
     """What is wrong with the input of an op for floating-point numbers; empty if its dtype is not the trouble."""
-    if isinstance(input, torch.Tensor) and input.is_floating_point():
+    if isinstance(input, torch.Tensor) and input.dtype in DTYPES:
         return ""
-    return f"{name}: expected a floating-point tensor, got {describe('input', input)}; convert it, e.g. input.float()"
+    return (
+        f"{name}: expected a floating-point tensor (float32, bfloat16, float16, float64), got {describe('input', input)}; "
+        "convert it, e.g. input.float()"
+    )
 
 
 def by_torch(problem: str, function: Kernel, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._registry import DTYPES
+from ._registry import DTYPES, is_sharded
 from .dropout import dropout_factors
 
 _MINUS_INFINITY = float("-inf")
@@ -23,7 +23,12 @@ def _scores(x: Tensor, mask: Tensor | None, scale: float, causal: int | None) ->
         keep = mask != _MINUS_INFINITY
         scores = scores + mask.to(scores.dtype).masked_fill(~keep, 0.0)
     if causal is not None:
-        visible = torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril(causal)
+        # A DTensor does not mix with plain tensors: it gives its own.
+        sharded = is_sharded(x)
+        visible = (
+            torch.ones_like(x, dtype=torch.bool) if sharded else x.new_ones(x.shape[-2:], dtype=torch.bool)
+        )
+        visible = visible.tril(causal)
         keep = visible if keep is None else keep & visible
     if keep is None:
         return scores, None
@@ -89,7 +94,7 @@ def reference_bwd(grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor
     dtype = DTYPES[y.dtype][1]
     p, g = y.to(dtype), grad.to(dtype)
     product = _masked_product if masked else torch.mul
-    return (product(p, g - product(p, g).sum(-1, keepdim=True)) * scale).to(y.dtype)
+    return (product(p, g - product(p, g).sum(-1, keepdim=True)) * scale).to(y.dtype).contiguous()
 
 
 def reference_dropout_bwd(
@@ -107,4 +112,4 @@ def reference_dropout_bwd(
     p = _probabilities(x, mask, scale, causal)[0]
     g = grad.to(p.dtype) * dropout_factors(p, seed, dropout_p)
     product = torch.mul if mask is None and causal is None else _masked_product
-    return (product(p, g - product(p, g).sum(-1, keepdim=True)) * grad_scale).to(x.dtype)
+    return (product(p, g - product(p, g).sum(-1, keepdim=True)) * grad_scale).to(x.dtype).contiguous()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import backends
 from ._native import code, elementwise_view, native, resolved, strided
-from ._registry import DTYPES, PLAIN, Op, by_torch, describe, dtype_problem, expect, lowered, needs_grad
+from ._registry import DTYPES, Op, by_torch, describe, dtype_problem, expect, lowered, needs_grad
 
 _WORD = 0xFFFFFFFF
 
@@ -76,7 +76,8 @@ class DropoutFunction(torch.autograd.Function):
         y = dropout_op(ctx.backend, x, seed, p)
         if inplace:
             ctx.mark_dirty(x)
-            return x.copy_(y)
+            x.data.copy_(y)  # mark_dirty counts the change
+            return x
         return y
 
     @staticmethod
@@ -126,11 +127,11 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     if lowered(input):
         if (
             input.dtype not in DTYPES
-            or type(input) not in PLAIN
+            or is_sharded(input)
             or input.is_nested
             or input.layout is not torch.strided
         ):
-            # A subclass may be one shard of many, whose elements have no index here: torch's own mask.
+            # The elements of a shard have no index here: torch's own mask.
             return by_torch(dtype_problem("dropout", input), F.dropout, input, p, training, inplace)
         seed = new_seed(input.device)
         # The compiler gets one opaque op (torch's own random numbers would be another mask); everyone else the expression.
@@ -146,6 +147,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
             f"{describe('input', input)}; use inplace=False, or torch.no_grad()"
         )
     seed = new_seed(input.device)
-    if inplace or needs_grad(input):
+    if needs_grad(input):
         return DropoutFunction.apply(input, seed, p, inplace)
-    return dropout_op(backends.select(input.device.type), input, seed, p)
+    y = dropout_op(backends.select(input.device.type), input, seed, p)
+    return input.copy_(y) if inplace else y

@@ -43,7 +43,11 @@ from ._registry import (
 )
 
 
-def _fake_fwd(kind: int, x: Tensor, shape: Sequence[int], *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_fwd(kind: int, x: Tensor, shape: Sequence[int], *rest: Any) -> tuple[Tensor, Tensor]:
+    for t in rest:
+        expect(
+            not isinstance(t, Tensor) or t.device == x.device, "weight and bias must be on the device of x"
+        )
     statistics = torch.empty(
         (STATISTICS[kind], row_count(x, shape)), dtype=DTYPES[x.dtype][1], device=x.device
     )
@@ -403,6 +407,10 @@ def rms_norm(
     shape = tuple(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else ()
     if problem := _problem("rms_norm", input, shape, {"weight": weight}):
         return by_torch(problem, F.rms_norm, input, normalized_shape, weight, eps)
+    if input.is_inference() and needs_grad(
+        weight
+    ):  # cannot be saved; torch's composition saves what it makes of it
+        return F.rms_norm(input, normalized_shape, weight, eps)
     if eps is None:
         eps = torch.finfo(DTYPES[input.dtype][1]).eps
     return _normalise(_rms_norm, input, shape, weight, None, eps)

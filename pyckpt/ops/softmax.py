@@ -24,6 +24,7 @@ from ._registry import (
     describe,
     dtype_problem,
     expect,
+    is_sharded,
     lowered,
     needs_grad,
     not_differentiable,
@@ -387,6 +388,8 @@ def softmax(
 
 
 def _softmax(x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float) -> Tensor:
+    if dropout_p > 0 and is_sharded(x):
+        return dropout(_softmax(x, mask, scale, causal, 0.0), dropout_p)
     seed = new_seed(x.device) if dropout_p > 0 else None
     if lowered(x) or (mask is not None and type(mask) not in PLAIN):
         if (
