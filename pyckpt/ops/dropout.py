@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import backends
 from ._native import code, elementwise_view, native, resolved, strided
-from ._registry import DTYPES, Op, by_torch, describe, dtype_problem, expect, lowered, needs_grad
+from ._registry import DTYPES, Op, by_torch, describe, dtype_problem, expect, is_sharded, lowered, needs_grad
 
 _WORD = 0xFFFFFFFF
 
