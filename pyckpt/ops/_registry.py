@@ -53,6 +53,7 @@ class Op:
         self.reference = reference
         self.kernels: dict[str, Kernel] = {"reference": reference}
         self._differentiable: Kernel = reference
+        self.guard: Kernel | None = None  # checks the arguments of raw calls, where a public function has not
         LIBRARY.define(schema)
         for key in ("CPU", "CUDA"):
             LIBRARY.impl(self.name, self._on_device, key)
@@ -101,6 +102,8 @@ class Op:
         return kernel
 
     def _on_device(self, *args: Any) -> Any:
+        if self.guard is not None:
+            self.guard(*args)
         device = next(a.device.type for a in args if isinstance(a, torch.Tensor))
         return self.on(backends.select(device))(*args)
 
@@ -189,8 +192,9 @@ def by_torch(problem: str, function: Kernel, *args: Any, **kwargs: Any) -> Any:
         raise type(error)(f"{problem}\n(torch: {error})") from None
 
 
-def expect(condition: bool, message: str) -> None:
+def expect(condition: bool, message: str | Callable[[], str]) -> None:
     """For kernels: what they are given must be what they read. The public functions never get here with anything else, but the
-    raw ops can be called with anything, and saved-tensor hooks can return anything."""
+    raw ops can be called with anything, and saved-tensor hooks can return anything. A message that costs something to write
+    is given as a function."""
     if not condition:
-        raise RuntimeError(f"pyckpt: {message}")
+        raise RuntimeError(f"pyckpt: {message if isinstance(message, str) else message()}")

@@ -113,7 +113,7 @@ relu_fwd.differentiable(lambda x: ActivationFunction.apply(x, _RELU))
 
 def _cpu_forward(op: int | None, x: Tensor) -> Tensor:
     expect(op is not None, "approximate must be 'none' or 'tanh'")
-    expect(x.dtype in DTYPES, f"no kernel for {describe('x', x)}")
+    expect(x.dtype in DTYPES, lambda: f"no kernel for {describe('x', x)}")
     x = resolved(x)
     y = torch.empty_like(x)
     view = [] if x.is_contiguous() else elementwise_view(x, y)
@@ -126,7 +126,10 @@ def _cpu_forward(op: int | None, x: Tensor) -> Tensor:
 def _cpu_backward(op: int | None, grad: Tensor, x: Tensor) -> Tensor:
     expect(op is not None, "approximate must be 'none' or 'tanh'")
     grad = strided(grad)
-    expect(x.dtype in DTYPES and like(grad, x), f"{describe('grad', grad)} does not fit {describe('x', x)}")
+    expect(
+        x.dtype in DTYPES and like(grad, x),
+        lambda: f"{describe('grad', grad)} does not fit {describe('x', x)}",
+    )
     grad, x = resolved(grad), resolved(x)
     dx = torch.empty_like(x)
     view = [] if grad.is_contiguous() and x.is_contiguous() else elementwise_view(grad, x, dx)

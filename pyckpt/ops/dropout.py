@@ -90,12 +90,12 @@ dropout_op.differentiable(lambda x, seed, p: DropoutFunction.apply(x, seed, p))
 
 @dropout_op.kernel("cpu")
 def _cpu_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    expect(x.dtype in DTYPES, f"no kernel for {describe('x', x)}")
+    expect(x.dtype in DTYPES, lambda: f"no kernel for {describe('x', x)}")
     expect(
         seed.dtype is torch.int64 and seed.numel() == 1 and seed.is_cpu,
         "seed must be one int64 on the device of x",
     )
-    expect(0.0 <= p <= 1.0, f"dropout probability has to be between 0 and 1, but got {p}")
+    expect(0.0 <= p <= 1.0, lambda: f"dropout probability has to be between 0 and 1, but got {p}")
     x = resolved(strided(x))
     y = torch.empty_like(x)
     view = [] if x.is_contiguous() else elementwise_view(x, y, ordered=True)

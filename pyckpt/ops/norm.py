@@ -100,10 +100,10 @@ def _check(
     bias: Tensor | None,
     statistics: Tensor | None = None,
 ) -> None:
-    expect(x.dtype in DTYPES, f"no kernel for {describe('x', x)}")
+    expect(x.dtype in DTYPES, lambda: f"no kernel for {describe('x', x)}")
     expect(
         len(shape) > 0 and x.shape[-len(shape) :] == tuple(shape),
-        f"{describe('x', x)} does not end in {list(shape)}",
+        lambda: f"{describe('x', x)} does not end in {list(shape)}",
     )
     if weight is not None or bias is not None:
         problem = _problem("norm", x, tuple(shape), {"weight": weight, "bias": bias})
@@ -113,14 +113,13 @@ def _check(
             statistics.shape == (STATISTICS[kind], row_count(x, shape))
             and statistics.dtype is DTYPES[x.dtype][1]
             and statistics.device == x.device,
-            f"{describe('statistics', statistics)} are not those of {describe('x', x)}",
+            lambda: f"{describe('statistics', statistics)} are not those of {describe('x', x)}",
         )
 
 
 def _cpu_fwd(
     kind: int, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    _check(kind, x, shape, weight, bias)
     y = _contiguous_like(x)
     statistics = torch.empty(STATISTICS[kind], row_count(x, shape), dtype=DTYPES[x.dtype][1], device=x.device)
     _cpu_write(kind, x, shape, weight, bias, eps, y, statistics, False)
@@ -149,7 +148,7 @@ def _cpu_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, statistics = strided(grad), statistics.contiguous()
     _check(kind, x, shape, weight, None, statistics)
-    expect(like(grad, x), f"{describe('grad', grad)} does not fit {describe('x', x)}")
+    expect(like(grad, x), lambda: f"{describe('grad', grad)} does not fit {describe('x', x)}")
     rows_of_x, view = as_rows(x, len(shape))
     rows_of_grad, grad_view = as_rows(grad, len(shape))
     weight = dense(weight)
@@ -202,6 +201,9 @@ class _Norm:
         self.bwd.kernel("cpu")(partial(_cpu_bwd, kind))
         self.recompute.kernel("cpu")(self._with_bias(_cpu_recompute))
         self.fwd.differentiable(self._apply)
+        self.fwd.guard = self._with_bias(
+            lambda kind, x, shape, weight, bias, eps: _check(kind, x, shape, weight, bias)
+        )
         self.recompute.differentiable(partial(not_differentiable, self.recompute.name, f"{name}_fwd"))
 
     def _with_bias(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -141,11 +141,11 @@ softmax_fwd.differentiable(lambda *arguments: SoftmaxFunction.apply(*arguments, 
 def _check(
     x: Tensor, mask: Tensor | None, dropout_p: float, seed: Tensor | None, statistics: Tensor | None = None
 ) -> None:
-    expect(x.dtype in DTYPES, f"no kernel for {describe('x', x)}")
+    expect(x.dtype in DTYPES, lambda: f"no kernel for {describe('x', x)}")
     expect(x.dim() > 0, "x must have a dimension")
     if mask is not None:
         _check_mask(mask, x)
-    expect(0.0 <= dropout_p <= 1.0, f"dropout_p has to be between 0 and 1, but got {dropout_p}")
+    expect(0.0 <= dropout_p <= 1.0, lambda: f"dropout_p has to be between 0 and 1, but got {dropout_p}")
     expect(dropout_p == 0.0 or seed is not None, "dropout_p needs a seed")
     if seed is not None:
         expect(
@@ -158,7 +158,7 @@ def _check(
             and statistics.dtype is DTYPES[x.dtype][1]
             and statistics.is_cpu
         )
-        expect(fits, f"{describe('statistics', statistics)} are not those of {describe('x', x)}")
+        expect(fits, lambda: f"{describe('statistics', statistics)} are not those of {describe('x', x)}")
 
 
 def _cpu_arguments(
@@ -188,11 +188,13 @@ def _cpu_arguments(
     )  # fmt: skip
 
 
+softmax_fwd.guard = lambda x, mask, scale, causal, dropout_p, seed: _check(x, mask, dropout_p, seed)
+
+
 @softmax_fwd.kernel("cpu")
 def _cpu_fwd(
     x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    _check(x, mask, dropout_p, seed)
     y, statistics = _fake_fwd(x)
     x, mask = columns_adjacent(x), mask if mask is None else resolved(mask)
     arguments = _cpu_arguments(x, mask, scale, causal, dropout_p, seed)
@@ -224,7 +226,7 @@ def _cpu_bwd(grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor:
     grad, y = strided(grad), resolved(y).contiguous()
     expect(
         y.dtype in DTYPES and y.dim() > 0 and like(grad, y),
-        f"{describe('grad', grad)} does not fit {describe('y', y)}",
+        lambda: f"{describe('grad', grad)} does not fit {describe('y', y)}",
     )
     dx, grad = _contiguous_like(y), columns_adjacent(grad)
     arguments = _cpu_arguments(y, None, scale, None, 0.0, None, grad)
@@ -248,7 +250,7 @@ def _cpu_dropout_bwd(
 ) -> Tensor:
     grad, statistics = strided(grad), statistics.contiguous()
     _check(x, mask, dropout_p, seed, statistics)
-    expect(like(grad, x), f"{describe('grad', grad)} does not fit {describe('x', x)}")
+    expect(like(grad, x), lambda: f"{describe('grad', grad)} does not fit {describe('x', x)}")
     dx, x, grad = _contiguous_like(x), columns_adjacent(x), columns_adjacent(grad)
     mask = mask if mask is None else resolved(mask)
     arguments = _cpu_arguments(x, mask, scale, causal, dropout_p, seed, grad)
