@@ -147,13 +147,17 @@ def _cpu_bwd(
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, statistics = strided(grad), statistics.contiguous()
-    _check(kind, x, shape, weight, None, statistics)
+    dtype = torch.float32 if float32_parameters else x.dtype
+    fits = weight is None or (
+        weight.shape == tuple(shape) and weight.device == x.device and weight.dtype is dtype
+    )
+    expect(fits, lambda: f"{describe('weight', weight)} does not fit {describe('x', x)}")
+    _check(kind, x, shape, None, None, statistics)
     expect(like(grad, x), lambda: f"{describe('grad', grad)} does not fit {describe('x', x)}")
     rows_of_x, view = as_rows(x, len(shape))
     rows_of_grad, grad_view = as_rows(grad, len(shape))
     weight = dense(weight)
     rows, columns = statistics.shape[1], math.prod(shape)
-    dtype = torch.float32 if float32_parameters else x.dtype
     # An empty tensor's address is 0, which tells the kernel that a gradient is not wanted.
     dx, dweight, dbias = _fake_bwd(x, shape, float32_parameters, wanted)
     # Blocks depend on the number of rows alone, so that sums do not depend on the number of threads.
