@@ -25,7 +25,7 @@ def test_accuracy_on_every_instruction_set(case, dtype, isa):
             case,
             lambda shape=shape: torch.randn(shape, dtype=torch.float64),
             dtype,
-            draws=8,
+            draws=20,
             what=f"{isa} {shape}",
         )
 
@@ -35,7 +35,7 @@ def test_accuracy_on_every_instruction_set(case, dtype, isa):
 def test_sizes(case, shape, backend):
     if case.causal:
         shape = shape if len(shape) > 1 else (1, *shape)
-    compare(case, lambda: torch.randn(shape, dtype=torch.float64), torch.float32, draws=10, what=str(shape))
+    compare(case, lambda: torch.randn(shape, dtype=torch.float64), torch.float32, draws=20, what=str(shape))
 
 
 @pytest.mark.slow

@@ -190,7 +190,8 @@ static void backward_rows(const SoftmaxArguments& a, const SoftmaxGradients& out
         p = again;
         g = dropped;
       }
-      const F dot = sum_over<F>(visible, [=](int64_t i) { return weighted<kMasked>(p[i], g[i]); });
+      const F dot =
+          dot_over<F>(visible, [=](int64_t i) { return p[i]; }, [=](int64_t i) { return kMasked && p[i] == F(0) ? F(0) : g[i]; });
 #pragma omp simd
       for (int64_t i = 0; i < visible; ++i) dx[i] = weighted<kMasked>(p[i], g[i] - dot) * scale;
       for (int64_t i = visible; i < n; ++i) dx[i] = F(0);

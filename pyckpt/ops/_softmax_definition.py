@@ -90,11 +90,17 @@ def _masked_product(p: Tensor, g: Tensor) -> Tensor:
     return (p * g).masked_fill(p == 0, 0.0)
 
 
+def _gradient(p: Tensor, g: Tensor, masked: bool, scale: float) -> Tensor:
+    """scale * p * (g - sum(p g)); the sum in float64, since its rounding reaches every element."""
+    product = _masked_product if masked else torch.mul
+    dot = product(p.double(), g.double()).sum(-1, keepdim=True).to(p.dtype)
+    return product(p, g - dot) * scale
+
+
 def reference_bwd(grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor:
     dtype = DTYPES[y.dtype][1]
     p, g = y.to(dtype), grad.to(dtype)
-    product = _masked_product if masked else torch.mul
-    return (product(p, g - product(p, g).sum(-1, keepdim=True)) * scale).to(y.dtype).contiguous()
+    return _gradient(p, g, masked, scale).to(y.dtype).contiguous()
 
 
 def reference_dropout_bwd(
@@ -111,5 +117,4 @@ def reference_dropout_bwd(
     """Differentiable: probabilities are formed anew from `x`."""
     p = _probabilities(x, mask, scale, causal)[0]
     g = grad.to(p.dtype) * dropout_factors(p, seed, dropout_p)
-    product = torch.mul if mask is None and causal is None else _masked_product
-    return (product(p, g - product(p, g).sum(-1, keepdim=True)) * grad_scale).to(x.dtype).contiguous()
+    return _gradient(p, g, mask is not None or causal is not None, grad_scale).to(x.dtype).contiguous()
