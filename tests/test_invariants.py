@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import pyckpt.functional as F
-from pyckpt.memory import saved_bytes
+from pyckpt.memory import allocated_bytes, saved_bytes
 from tests import _oracle as oracle
 from tests._ops import BY_NAME, CASES, run
 from tests._oracle import DTYPES
@@ -257,8 +257,17 @@ SAVED = {  # bytes kept for backward beyond the input itself, which the caller o
 }
 
 
+@pytest.fixture
+def counted():
+    """Skips where the allocator cannot be counted, as under AddressSanitizer."""
+    try:
+        allocated_bytes("cpu")
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize("name", SAVED)
-def test_saved_bytes(name, native):
+def test_saved_bytes(name, native, counted):
     """The contract stated beside each op, by the allocator's count."""
     case = BY_NAME[name]
     x = draw(256, 1024).requires_grad_()
@@ -268,7 +277,7 @@ def test_saved_bytes(name, native):
     assert SAVED[name] <= saved + 1024 and saved <= SAVED[name] + mask + 16384, saved
 
 
-def test_saved_bytes_with_dropout(native):
+def test_saved_bytes_with_dropout(native, counted):
     x = draw(256, 1024).requires_grad_()
     assert saved_bytes(lambda: F.dropout(x, 0.1)) <= 16384
     assert saved_bytes(lambda: F.softmax(x, dropout_p=0.1)) <= 2 * 4 * 256 + 16384
