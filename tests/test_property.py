@@ -9,7 +9,9 @@ import pyckpt.functional as F
 from pyckpt import backends
 from tests._ops import CASES
 
-settings.register_profile("suite", max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+settings.register_profile(
+    "suite", max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 settings.load_profile("suite")
 
 pytestmark = pytest.mark.skipif(backends.native is None, reason="built without native kernels")
@@ -49,7 +51,8 @@ def results(backend, function, x, grad, parameters):
         return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
 
 
-def agree(function, x, seed, parameters=()):
+def agree(function, x, seed, parameters=(), amplification=1.0):
+    """`amplification`: how much larger than the results the terms are that cancel in them."""
     torch.manual_seed(seed)
     grad = torch.randn(x.shape, dtype=torch.float64).to(x.dtype)
     both = []
@@ -59,7 +62,7 @@ def agree(function, x, seed, parameters=()):
     for i, (r, c) in enumerate(zip(*both, strict=True)):
         assert r.shape == c.shape and r.dtype == c.dtype
         if r.numel():
-            scale = max(r.abs().max().double().item(), 1.0 if i else 0.0) or 1.0
+            scale = amplification * max(r.abs().max().double().item(), 1.0 if i else 0.0) or 1.0
             error = (r.double() - c.double()).abs().max().item()
             assert error <= TOLERANCE[x.dtype] * torch.finfo(x.dtype).eps * scale, (i, error, scale)
 
@@ -68,7 +71,13 @@ def agree(function, x, seed, parameters=()):
 def test_ops(native_tensor, case):
     x, seed = native_tensor
     torch.manual_seed(seed)
-    agree(case.call, x, seed, case.make_parameters(x.dtype, x.shape[-1]))
+    amplification = 1.0
+    if (
+        "norm" in case.name
+    ):  # dx is a difference of terms of the size of rstd; over two columns they nearly cancel
+        variance = x.double().var(-1, correction=0) if "layer" in case.name else x.double().square().mean(-1)
+        amplification = max(1.0, (variance + 1e-5).rsqrt().max().item())
+    agree(case.call, x, seed, case.make_parameters(x.dtype, x.shape[-1]), amplification)
 
 
 @given(
