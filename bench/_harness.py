@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import platform
 import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, ClassVar
 
 import torch
+
+from pyckpt.memory import no_collection
 
 try:
     import resource
@@ -175,19 +175,6 @@ def _waited_ms() -> float:
     return total / 1e6
 
 
-@contextmanager
-def quiet_gc() -> Iterator[None]:
-    """No garbage collection inside."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def _sample(call: Callable[[], Any], times: int, device: torch.device, record: Samples) -> None:
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -217,7 +204,7 @@ def time_in_turn(
 
     samples = {name: Samples() for name in calls}
     contention = Contention()
-    with quiet_gc():
+    with no_collection():
         contention.start()
         start = time.perf_counter()
         for done in range(effort.most):

@@ -140,7 +140,7 @@ def _graph(fn: Callable[[], Any]) -> list[Any]:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Collect cyclic garbage now and none inside, so that no unrelated object dies between two readings."""
     enabled = gc.isenabled()
     gc.collect()
@@ -182,7 +182,7 @@ def saved_bytes(fn: Callable[[], Any], *, device: str | torch.device = "cpu", wa
     _check_counter(where)
     for _ in range(warmup):
         _graph(fn)
-    with _no_collection():
+    with no_collection():
         before = _count(where)
         graph = _graph(fn)
         kept = _count(where) - before
@@ -249,7 +249,7 @@ def peak_bytes(fn: Callable[[], Any], *, device: str | torch.device = "cpu", war
         raise RuntimeError(
             f"cannot measure peak memory on device {str(device)!r}: only cpu and cuda are supported"
         )
-    with _no_collection():
+    with no_collection():
         changes = _allocations(fn)
     held = peak = 0
     for change in changes:
