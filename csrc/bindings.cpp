@@ -4,6 +4,8 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -92,16 +94,20 @@ void norm_forward(int kind, int dtype, int parameter_dtype, int64_t rows, int64_
 
 void norm_backward(int kind, int dtype, int parameter_dtype, int64_t rows, int64_t columns, double eps, Address x, View x_view,
                    Address weight, Address grad, View grad_view, Address statistics, Address dx, Address dweight, Address dbias,
-                   Address partial, int64_t blocks, int threads) {
+                   int64_t blocks, int threads) {
   const NormArguments arguments{kind, dtype,      parameter_dtype, rows,    columns,
                                 eps,  pointer(x), pointer(weight), nullptr, {x_view[0], x_view[1], x_view[2]}};
+  constexpr std::align_val_t kCacheLine{64};
+  const auto release = [](double* sums) { ::operator delete[](sums, kCacheLine); };
+  std::unique_ptr<double[], decltype(release)> partial(nullptr, release);
+  if (dweight || dbias) partial.reset(new (kCacheLine) double[size_t(blocks * 2 * columns)]);
   const NormGradients gradients{pointer(grad),
                                 pointer(statistics),
                                 {grad_view[0], grad_view[1], grad_view[2]},
                                 pointer(dx),
                                 pointer(dweight),
                                 pointer(dbias),
-                                pointer<double>(partial),
+                                partial.get(),
                                 blocks};
   active->kernels->norm_backward(arguments, gradients, threads);
 }

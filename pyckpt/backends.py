@@ -52,7 +52,13 @@ class Backend:
 
 _backends: dict[str, Backend] = {}
 _default: dict[str, str] = {}
-_local = threading.local()
+
+
+class _Local(threading.local):
+    forced: Backend | None = None
+
+
+_local = _Local()
 
 
 def register(name: str, device_type: str | None, unavailable: str = "", *, default: bool = False) -> None:
@@ -84,7 +90,7 @@ def use(name: str) -> Iterator[None]:
     reason, for one that is not available here.
     """
     backend = _require(name)
-    before = getattr(_local, "forced", None)
+    before = _local.forced
     _local.forced = backend
     try:
         yield
@@ -94,7 +100,7 @@ def use(name: str) -> Iterator[None]:
 
 def select(device_type: str) -> str:
     """Name of the backend that serves tensors on `device_type` now."""
-    forced = getattr(_local, "forced", None) or _environment
+    forced = _local.forced or _environment
     if forced is not None and forced.device_type in (None, device_type):
         return forced.name
     return _default.get(device_type, "reference")

@@ -158,7 +158,7 @@ def test_softmax_with_dropout(kind, dtype, backend):
         node = y.grad_fn
         assert torch.equal(type(node)._forward_cls.recompute(node), y)
         (dx,) = torch.autograd.grad(y, x, grad, retain_graph=True)
-        factors = dropout_factors(torch.empty(3, 9, 21, dtype=torch.float64), node.seed, 0.4)
+        factors = dropout_factors(torch.empty(3, 9, 21, dtype=torch.float64), node.options.seed, 0.4)
         actual.append((y.detach(), dx))
         exact.append(
             oracle.softmax(

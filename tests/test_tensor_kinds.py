@@ -77,6 +77,23 @@ def test_fake_and_meta_tensors(layer, dtype):
         assert (dx.shape, dx.dtype) == (leaf.shape, leaf.dtype)
 
 
+@exact
+def test_tensor_that_outlived_its_transform(layer):
+    """torch.func leaves a wrapper of type torch.Tensor behind."""
+    left = []
+    x, module = _input(), perturb(layer.ours())
+    torch.func.grad(lambda t: left.append(t) or t.sum())(x)
+    assert_close([module(left[0])], [module(x)])
+
+
+def test_parameter_that_outlived_its_transform(backend):
+    left = []
+    x, weight = _input().requires_grad_(), torch.randn(COLUMNS)
+    torch.func.grad(lambda t: left.append(t) or t.sum())(weight)
+    y, expected = F.rms_norm(x, (COLUMNS,), left[0]), F.rms_norm(x, (COLUMNS,), weight)
+    assert_close([y, *torch.autograd.grad(y.sum(), x)], [expected, *torch.autograd.grad(expected.sum(), x)])
+
+
 @every
 def test_flop_counter(layer):
     from torch.utils.flop_counter import FlopCounterMode

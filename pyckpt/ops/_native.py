@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -32,12 +32,19 @@ def strided(grad: torch.Tensor) -> torch.Tensor:
 
 
 def like(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether a kernel may read `a` where it expects a tensor of b's shape, dtype and device."""
-    return a.dtype is b.dtype and a.shape == b.shape and a.device == b.device and a.layout is torch.strided
+    """Whether a kernel may read the strided `a` where it expects a tensor of b's shape and dtype."""
+    return a.dtype is b.dtype and a.shape == b.shape and a.is_cpu and b.is_cpu
 
 
 def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor if tensor is None else resolved(tensor).contiguous()
+
+
+def contiguous_like(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    """An uninitialised contiguous tensor of x's shape and dtype."""
+    if x.is_contiguous():
+        return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def elementwise_view(*tensors: torch.Tensor, ordered: bool = False) -> list[int]:
@@ -67,12 +74,12 @@ def elementwise_view(*tensors: torch.Tensor, ordered: bool = False) -> list[int]
     return [value for column in zip(*merged, strict=True) for value in column]
 
 
-def as_rows(x: torch.Tensor, trailing: int) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    """`x` as rows of its last `trailing` dimensions: the tensor to read (a copy where strides do not allow) and its row view.
+def as_rows(x: torch.Tensor, trailing: int, columns: int) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    """`x` as rows of its last `trailing` dimensions, `columns` elements: the tensor to read (a copy where strides do not
+    allow) and its row view.
 
     The view is (inner, outer stride, inner stride): row i starts at (i // inner) * outer stride + (i % inner) * inner stride.
     """
-    columns = math.prod(x.shape[x.dim() - trailing :])
     x = resolved(x)
     if x.is_contiguous():
         return x, (1, columns, 0)
@@ -101,7 +108,7 @@ def as_rows(x: torch.Tensor, trailing: int) -> tuple[torch.Tensor, tuple[int, in
 def columns_adjacent(x: torch.Tensor) -> torch.Tensor:
     """`x`, or a contiguous copy where its last dimension is not dense in memory."""
     x = resolved(x)
-    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def flat(*groups: Sequence[int]) -> list[int]:

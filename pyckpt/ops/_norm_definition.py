@@ -19,9 +19,9 @@ def _dims(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(range(-len(shape), 0))
 
 
-def row_count(x: Tensor, shape: Sequence[int]) -> int:
+def rows_and_columns(x: Tensor, shape: Sequence[int]) -> tuple[int, int]:
     columns = math.prod(shape)
-    return x.numel() // columns if columns else math.prod(x.shape[: x.dim() - len(shape)])
+    return x.numel() // columns if columns else math.prod(x.shape[: x.dim() - len(shape)]), columns
 
 
 def _centred(x: Tensor, dims: tuple[int, ...], kind: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -39,7 +39,7 @@ def reference_fwd(
     centred, mean, residual = _centred(x.to(dtype), dims, kind)
     rstd = torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
     statistics = [rstd] if mean is None or residual is None else [mean, residual, rstd]
-    rows = row_count(x, shape)
+    rows, _ = rows_and_columns(x, shape)
     y = _affine(centred * rstd, weight, bias, dtype).to(x.dtype).contiguous()
     return y, torch.stack([s.reshape(rows) for s in statistics]).detach()
 

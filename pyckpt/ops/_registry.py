@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from .. import backends
 
@@ -32,7 +33,13 @@ DTYPES: dict[torch.dtype, tuple[int, torch.dtype]] = {
     torch.float64: (3, torch.float64),
 }
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Function(_SingleLevelFunction):
+    """torch.autograd.Function without its steps for torch.func, 2 to 3 us a call: :func:`lowered` is true there."""
+
+    apply: ClassVar[Kernel]
 
 
 class Op:
@@ -83,10 +90,7 @@ class Op:
 
     def in_backward(self, backend: str, *args: Any) -> Any:
         """Runs the op inside a backward: differentiable if that backward is itself being recorded, batched or given tangents."""
-        batched = torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(
-            args[0]
-        )
-        if batched or forward_ad._current_level >= 0:
+        if transformed() or torch._C._functorch.is_legacy_batchedtensor(args[0]):
             return self.reference(*args)
         if torch.is_grad_enabled():
             with backends.use(backend):
@@ -104,11 +108,11 @@ class Op:
     def _on_device(self, *args: Any) -> Any:
         if self.guard is not None:
             self.guard(*args)
-        device = next(a.device.type for a in args if isinstance(a, torch.Tensor))
-        return self.on(backends.select(device))(*args)
+        x = next(a for a in args if isinstance(a, torch.Tensor))
+        return self.on(backend_of(x))(*args)
 
     def _autograd(self, *args: Any) -> Any:
-        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        if transformed():
             return self.reference(*args)
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return self._differentiable(*args)
@@ -116,19 +120,33 @@ class Op:
             return self.overload(*args)
 
 
+def backend_of(x: torch.Tensor) -> str:
+    """Name of the backend that serves `x` now."""
+    return backends.select("cpu" if x.is_cpu else x.device.type)  # torch.device.type costs seven times is_cpu
+
+
+def transformed() -> bool:
+    """Whether torch.func transforms or forward-mode AD are at work."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def lowered(x: Any) -> bool:
     """Whether an op on `x` must be a plain PyTorch expression; see the module's docstring."""
     return (
         torch.compiler.is_compiling()
-        or type(x) not in PLAIN
+        or not is_plain(x)
         or x.dtype not in DTYPES
         or not (x.is_cpu or x.is_cuda)
         or x.layout is not torch.strided
         or x.is_nested
-        or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
+        or transformed()
     )
+
+
+def is_plain(x: Any) -> bool:
+    """Whether `x` is a tensor with memory of its own: no subclass, no wrapper left over from a torch.func transform."""
+    return type(x) in _PLAIN and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def is_sharded(x: torch.Tensor) -> bool:
@@ -137,7 +155,11 @@ def is_sharded(x: torch.Tensor) -> bool:
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def autocast_to_float32(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -192,9 +214,7 @@ def by_torch(problem: str, function: Kernel, *args: Any, **kwargs: Any) -> Any:
         raise type(error)(f"{problem}\n(torch: {error})") from None
 
 
-def expect(condition: bool, message: str | Callable[[], str]) -> None:
+def refused(message: str) -> RuntimeError:
     """For kernels: what they are given must be what they read. The public functions never get here with anything else, but the
-    raw ops can be called with anything, and saved-tensor hooks can return anything. A message that costs something to write
-    is given as a function."""
-    if not condition:
-        raise RuntimeError(f"pyckpt: {message if isinstance(message, str) else message()}")
+    raw ops can be called with anything, and saved-tensor hooks can return anything."""
+    return RuntimeError(f"pyckpt: {message}")

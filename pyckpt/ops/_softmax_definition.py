@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,22 +14,31 @@ from .dropout import dropout_factors
 _MINUS_INFINITY = float("-inf")
 
 
-def _scores(x: Tensor, mask: Tensor | None, scale: float, causal: int | None) -> tuple[Tensor, Tensor | None]:
+class Options(NamedTuple):
+    """What the ops take after x and mask, in the order of their schemas."""
+
+    scale: float = 1.0
+    causal: int | None = None  # query q sees keys up to q + causal; None: all
+    dropout_p: float = 0.0
+    seed: Tensor | None = None  # None: no dropout
+
+
+def _scores(x: Tensor, mask: Tensor | None, options: Options) -> tuple[Tensor, Tensor | None]:
     """Masked scores in the arithmetic's dtype (-inf where masked), and where a row is kept at all (None: everywhere)."""
-    scores = x.to(DTYPES[x.dtype][1]) * scale
+    scores = x.to(DTYPES[x.dtype][1]) * options.scale
     keep = None
     if mask is not None and mask.dtype == torch.bool:
         keep = mask
     elif mask is not None:
         keep = mask != _MINUS_INFINITY
         scores = scores + mask.to(scores.dtype).masked_fill(~keep, 0.0)
-    if causal is not None:
+    if options.causal is not None:
         # A DTensor does not mix with plain tensors: it gives its own.
         sharded = is_sharded(x)
         visible = (
             torch.ones_like(x, dtype=torch.bool) if sharded else x.new_ones(x.shape[-2:], dtype=torch.bool)
         )
-        visible = visible.tril(causal)
+        visible = visible.tril(options.causal)
         keep = visible if keep is None else keep & visible
     if keep is None:
         return scores, None
@@ -36,11 +46,9 @@ def _scores(x: Tensor, mask: Tensor | None, scale: float, causal: int | None) ->
     return scores.masked_fill(~keep, _MINUS_INFINITY), keep.any(-1, keepdim=True)
 
 
-def _probabilities(
-    x: Tensor, mask: Tensor | None, scale: float, causal: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _probabilities(x: Tensor, mask: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities in the arithmetic's dtype, and the statistics: per row the maximum and the sum (0 where nothing is kept)."""
-    scores, kept = _scores(x, mask, scale, causal)
+    scores, kept = _scores(x, mask, options)
     if kept is not None:
         scores = scores.masked_fill(~kept, 0.0)
     if not x.shape[-1]:
@@ -54,35 +62,30 @@ def _probabilities(
     return p, top.detach(), total.detach()
 
 
-def expression(
-    x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float, seed: Tensor | None
-) -> Tensor:
-    p = _probabilities(x, mask, scale, causal)[0]
-    return (p if seed is None else p * dropout_factors(p, seed, dropout_p)).to(x.dtype).contiguous()
+def _dropped(p: Tensor, x: Tensor, options: Options) -> Tensor:
+    if options.seed is not None:
+        p = p * dropout_factors(p, options.seed, options.dropout_p)
+    return p.to(x.dtype).contiguous()
+
+
+def expression(x: Tensor, mask: Tensor | None, options: Options) -> Tensor:
+    return _dropped(_probabilities(x, mask, options)[0], x, options)
 
 
 def statistics_shape(x: Tensor) -> tuple[int, int]:
-    return 2, math.prod(x.shape[:-1])
+    columns = x.shape[-1]
+    return 2, x.numel() // columns if columns else math.prod(x.shape[:-1])
 
 
-def reference_fwd(
-    x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float, seed: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    p, top, total = _probabilities(x, mask, scale, causal)
-    y = (p if seed is None else p * dropout_factors(p, seed, dropout_p)).to(x.dtype).contiguous()
-    return y, torch.stack([top, total]).reshape(statistics_shape(x))
+def reference_fwd(x: Tensor, mask: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    options = Options(*rest)
+    p, top, total = _probabilities(x, mask, options)
+    return _dropped(p, x, options), torch.stack([top, total]).reshape(statistics_shape(x))
 
 
-def reference_recompute(
-    x: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: int | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    statistics: Tensor,
-) -> Tensor:
-    return expression(x, mask, scale, causal, dropout_p, seed)
+def reference_recompute(x: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
+    *options, _ = rest
+    return expression(x, mask, Options(*options))
 
 
 def _masked_product(p: Tensor, g: Tensor) -> Tensor:
@@ -103,18 +106,12 @@ def reference_bwd(grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor
     return _gradient(p, g, masked, scale).to(y.dtype).contiguous()
 
 
-def reference_dropout_bwd(
-    grad: Tensor,
-    x: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: int | None,
-    dropout_p: float,
-    seed: Tensor,
-    statistics: Tensor,
-    grad_scale: float,
-) -> Tensor:
+def reference_dropout_bwd(grad: Tensor, x: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
     """Differentiable: probabilities are formed anew from `x`."""
-    p = _probabilities(x, mask, scale, causal)[0]
-    g = grad.to(p.dtype) * dropout_factors(p, seed, dropout_p)
-    return _gradient(p, g, mask is not None or causal is not None, grad_scale).to(x.dtype).contiguous()
+    *values, _, grad_scale = rest
+    options = Options(*values)
+    p = _probabilities(x, mask, options)[0]
+    g = grad.to(p.dtype) * dropout_factors(p, options.seed, options.dropout_p)  # type: ignore[arg-type]
+    return (
+        _gradient(p, g, mask is not None or options.causal is not None, grad_scale).to(x.dtype).contiguous()
+    )

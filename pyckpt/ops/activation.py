@@ -12,9 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import backends
 from ._native import code, elementwise_view, like, native, resolved, strided
-from ._registry import DTYPES, Op, by_torch, describe, dtype_problem, expect, lowered, needs_grad
+from ._registry import (
+    DTYPES,
+    Function,
+    Op,
+    backend_of,
+    by_torch,
+    describe,
+    dtype_problem,
+    lowered,
+    needs_grad,
+    refused,
+)
 
 aten = torch.ops.aten
 
@@ -81,12 +91,12 @@ _SILU = _Activation(silu_fwd, silu_bwd, (), saves_output=False)
 _RELU = _Activation(relu_fwd, relu_bwd, (), saves_output=True)
 
 
-class ActivationFunction(torch.autograd.Function):
+class ActivationFunction(Function):
     """Saves its input, or its output where the derivative can be read off it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: _Activation) -> Tensor:
-        ctx.backend = backends.select(x.device.type)
+        ctx.backend = backend_of(x)
         ctx.activation = activation
         y = activation.fwd(ctx.backend, x, *activation.arguments)
         ctx.save_for_backward(y if activation.saves_output else x)
@@ -111,9 +121,7 @@ silu_fwd.differentiable(lambda x: ActivationFunction.apply(x, _SILU))
 relu_fwd.differentiable(lambda x: ActivationFunction.apply(x, _RELU))
 
 
-def _cpu_forward(op: int | None, x: Tensor) -> Tensor:
-    expect(op is not None, "approximate must be 'none' or 'tanh'")
-    expect(x.dtype in DTYPES, lambda: f"no kernel for {describe('x', x)}")
+def _cpu_forward(op: int, x: Tensor) -> Tensor:
     x = resolved(x)
     y = torch.empty_like(x)
     view = [] if x.is_contiguous() else elementwise_view(x, y)
@@ -123,13 +131,10 @@ def _cpu_forward(op: int | None, x: Tensor) -> Tensor:
     return y
 
 
-def _cpu_backward(op: int | None, grad: Tensor, x: Tensor) -> Tensor:
-    expect(op is not None, "approximate must be 'none' or 'tanh'")
+def _cpu_backward(op: int, grad: Tensor, x: Tensor) -> Tensor:
     grad = strided(grad)
-    expect(
-        x.dtype in DTYPES and like(grad, x),
-        lambda: f"{describe('grad', grad)} does not fit {describe('x', x)}",
-    )
+    if not like(grad, x):
+        raise refused(f"{describe('grad', grad)} does not fit {describe('x', x)}")
     grad, x = resolved(grad), resolved(x)
     dx = torch.empty_like(x)
     view = [] if grad.is_contiguous() and x.is_contiguous() else elementwise_view(grad, x, dx)
@@ -140,18 +145,30 @@ def _cpu_backward(op: int | None, grad: Tensor, x: Tensor) -> Tensor:
 
 
 _GELU_CODES = {"none": 0, "tanh": 1}
-gelu_fwd.kernel("cpu")(lambda x, approximate: _cpu_forward(_GELU_CODES.get(approximate), x))
-gelu_bwd.kernel("cpu")(lambda grad, x, approximate: _cpu_backward(_GELU_CODES.get(approximate), grad, x))
+gelu_fwd.kernel("cpu")(lambda x, approximate: _cpu_forward(_GELU_CODES[approximate], x))
+gelu_bwd.kernel("cpu")(lambda grad, x, approximate: _cpu_backward(_GELU_CODES[approximate], grad, x))
 silu_fwd.kernel("cpu")(lambda x: _cpu_forward(2, x))
 silu_bwd.kernel("cpu")(lambda grad, x: _cpu_backward(2, grad, x))
 relu_fwd.kernel("cpu")(lambda x: _cpu_forward(3, x))
 relu_bwd.kernel("cpu")(lambda grad, y: _cpu_backward(3, grad, y))
 
 
+def _guard(x: Tensor, approximate: str = "none") -> None:
+    if x.dtype not in DTYPES:
+        raise refused(f"no kernel for {describe('x', x)}")
+    if approximate not in _GELU:
+        raise refused(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+
+
+for _activation in (_GELU["none"], _SILU, _RELU):
+    _activation.fwd.guard = _guard
+    _activation.bwd.guard = lambda grad, *arguments: _guard(*arguments)
+
+
 def _apply(input: Tensor, activation: _Activation) -> Tensor:
     if needs_grad(input):
         return ActivationFunction.apply(input, activation)
-    return activation.fwd(backends.select(input.device.type), input, *activation.arguments)
+    return activation.fwd(backend_of(input), input, *activation.arguments)
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:

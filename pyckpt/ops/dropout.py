@@ -16,9 +16,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import backends
 from ._native import code, elementwise_view, native, resolved, strided
-from ._registry import DTYPES, Op, by_torch, describe, dtype_problem, expect, is_sharded, lowered, needs_grad
+from ._registry import (
+    DTYPES,
+    Function,
+    Op,
+    backend_of,
+    by_torch,
+    describe,
+    dtype_problem,
+    is_sharded,
+    lowered,
+    needs_grad,
+    refused,
+)
 
 _WORD = 0xFFFFFFFF
 
@@ -66,12 +77,12 @@ def _like(x: Tensor, *_: Any) -> Tensor:
 dropout_op = Op("dropout(Tensor x, Tensor seed, float p) -> Tensor", fake=_like, reference=_reference)
 
 
-class DropoutFunction(torch.autograd.Function):
+class DropoutFunction(Function):
     """Saves no tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seed: Tensor, p: float, inplace: bool = False) -> Tensor:
-        ctx.backend = backends.select(x.device.type)
+        ctx.backend = backend_of(x)
         ctx.seed, ctx.p = seed, p
         y = dropout_op(ctx.backend, x, seed, p)
         if inplace:
@@ -88,14 +99,24 @@ class DropoutFunction(torch.autograd.Function):
 dropout_op.differentiable(lambda x, seed, p: DropoutFunction.apply(x, seed, p))
 
 
+def check_random(x: Tensor, seed: Tensor | None, p: float) -> None:
+    """For raw calls, which no public function has checked."""
+    if x.dtype not in DTYPES:
+        raise refused(f"no kernel for {describe('x', x)}")
+    if not 0.0 <= p <= 1.0:
+        raise refused(f"dropout probability has to be between 0 and 1, but got {p}")
+    if seed is None:
+        if p:
+            raise refused("dropout needs a seed")
+    elif seed.dtype is not torch.int64 or seed.numel() != 1 or seed.device != x.device:
+        raise refused(f"{describe('seed', seed)} must be one int64 on the device of {describe('x', x)}")
+
+
+dropout_op.guard = check_random
+
+
 @dropout_op.kernel("cpu")
 def _cpu_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    expect(x.dtype in DTYPES, lambda: f"no kernel for {describe('x', x)}")
-    expect(
-        seed.dtype is torch.int64 and seed.numel() == 1 and seed.is_cpu,
-        "seed must be one int64 on the device of x",
-    )
-    expect(0.0 <= p <= 1.0, lambda: f"dropout probability has to be between 0 and 1, but got {p}")
     x = resolved(strided(x))
     y = torch.empty_like(x)
     view = [] if x.is_contiguous() else elementwise_view(x, y, ordered=True)
@@ -149,5 +170,5 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     seed = new_seed(input.device)
     if needs_grad(input):
         return DropoutFunction.apply(input, seed, p, inplace)
-    y = dropout_op(backends.select(input.device.type), input, seed, p)
+    y = dropout_op(backend_of(input), input, seed, p)
     return input.copy_(y) if inplace else y

@@ -8,7 +8,6 @@ Parameter gradients are summed in a fixed order, by blocks of rows, in float64.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import backends
-from ._native import address, as_rows, code, dense, like, native, strided
+from ._native import address, as_rows, code, contiguous_like, dense, native, strided
+from ._norm_checks import check_arguments, check_grad, check_statistics, lowered_problem, problem
 from ._norm_definition import (
     LAYER,
     RMS,
@@ -26,113 +25,81 @@ from ._norm_definition import (
     reference_bwd,
     reference_fwd,
     reference_recompute,
-    row_count,
+    rows_and_columns,
 )
 from ._registry import (
     DTYPES,
-    PLAIN,
+    Function,
     Op,
     autocast_to_float32,
+    backend_of,
     by_torch,
-    describe,
-    dtype_problem,
-    expect,
     lowered,
     needs_grad,
     not_differentiable,
+    refused,
 )
 
 
 def _fake_fwd(kind: int, x: Tensor, shape: Sequence[int], *rest: Any) -> tuple[Tensor, Tensor]:
     for t in rest:
-        expect(
-            not isinstance(t, Tensor) or t.device == x.device, "weight and bias must be on the device of x"
-        )
-    statistics = torch.empty(
-        (STATISTICS[kind], row_count(x, shape)), dtype=DTYPES[x.dtype][1], device=x.device
-    )
-    return _contiguous_like(x), statistics
+        if isinstance(t, Tensor) and t.device != x.device:
+            raise refused("weight and bias must be on the device of x")
+    return contiguous_like(x), _new_statistics(kind, x, rows_and_columns(x, shape)[0])
 
 
-def _contiguous_like(x: Tensor, *_: Any) -> Tensor:
-    return (
-        torch.empty_like(x)
-        if x.is_contiguous()
-        else torch.empty_like(x, memory_format=torch.contiguous_format)
-    )
+def _new_statistics(kind: int, x: Tensor, rows: int) -> Tensor:
+    return x.new_empty((STATISTICS[kind], rows), dtype=DTYPES[x.dtype][1])
 
 
-def _fake_bwd(
-    x: Tensor, shape: Sequence[int], float32_parameters: bool, wanted: Sequence[bool]
+def _new_gradients(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, dtype: torch.dtype, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight and dbias to be filled; of size 0 where not wanted."""
-    dtype = torch.float32 if float32_parameters else x.dtype
-    dx = _contiguous_like(x) if wanted[0] else torch.empty(0, dtype=x.dtype, device=x.device)
-    dweight, dbias = [torch.empty(shape if want else 0, dtype=dtype, device=x.device) for want in wanted[1:]]
+    """dx, dweight and dbias to be filled; of size 0 where not wanted. `weight`, where there is one, is contiguous."""
+    dx = contiguous_like(x) if wanted[0] else x.new_empty(0)
+    if weight is not None and wanted[1]:
+        dweight = torch.empty_like(weight)
+    else:
+        dweight = x.new_empty(shape if wanted[1] else 0, dtype=dtype)
+    dbias = (
+        torch.empty_like(dweight)
+        if wanted[1] == wanted[2]
+        else x.new_empty(shape if wanted[2] else 0, dtype=dtype)
+    )
     return dx, dweight, dbias
 
 
-def _cpu_write(
+def _cpu_forward(
     kind: int,
     x: Tensor,
     shape: Sequence[int],
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    y: Tensor,
-    statistics: Tensor,
-    recompute: bool,
-) -> None:
-    rows_of_x, view = as_rows(x, len(shape))
+    statistics: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(y, statistics), or y again from the statistics given."""
+    recompute = statistics is not None
+    rows, columns = rows_and_columns(x, shape)
+    if statistics is None:
+        statistics = _new_statistics(kind, x, rows)
+    y = contiguous_like(x)
+    rows_of_x, view = as_rows(x, len(shape), columns)
     weight, bias = dense(weight), dense(bias)
     parameter = weight if weight is not None else bias if bias is not None else x
     native.norm_forward(
-        kind, code(x), code(parameter), statistics.shape[1], math.prod(shape), eps, rows_of_x.data_ptr(), view,
-        address(weight), address(bias), y.data_ptr(), statistics.data_ptr(), recompute, torch.get_num_threads(),
+        kind, code(x), code(parameter), rows, columns, eps, rows_of_x.data_ptr(), view, address(weight),
+        address(bias), y.data_ptr(), statistics.data_ptr(), recompute, torch.get_num_threads(),
     )  # fmt: skip
-
-
-def _check(
-    kind: int,
-    x: Tensor,
-    shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    statistics: Tensor | None = None,
-) -> None:
-    expect(x.dtype in DTYPES, lambda: f"no kernel for {describe('x', x)}")
-    expect(
-        len(shape) > 0 and x.shape[-len(shape) :] == tuple(shape),
-        lambda: f"{describe('x', x)} does not end in {list(shape)}",
-    )
-    if weight is not None or bias is not None:
-        problem = _problem("norm", x, tuple(shape), {"weight": weight, "bias": bias})
-        expect(not problem, problem)
-    if statistics is not None:
-        expect(
-            statistics.shape == (STATISTICS[kind], row_count(x, shape))
-            and statistics.dtype is DTYPES[x.dtype][1]
-            and statistics.device == x.device,
-            lambda: f"{describe('statistics', statistics)} are not those of {describe('x', x)}",
-        )
-
-
-def _cpu_fwd(
-    kind: int, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    y = _contiguous_like(x)
-    statistics = torch.empty(STATISTICS[kind], row_count(x, shape), dtype=DTYPES[x.dtype][1], device=x.device)
-    _cpu_write(kind, x, shape, weight, bias, eps, y, statistics, False)
     return y, statistics
 
 
 def _cpu_recompute(
     kind: int, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, statistics: Tensor
 ) -> Tensor:
-    _check(kind, x, shape, weight, bias, statistics)
-    y = _contiguous_like(x)
-    _cpu_write(kind, x, shape, weight, bias, 0.0, y, statistics.contiguous(), True)
-    return y
+    check_arguments(x, shape, weight, bias)
+    check_statistics(kind, x, rows_and_columns(x, shape)[0], statistics)
+    return _cpu_forward(kind, x, shape, weight, bias, 0.0, statistics.contiguous())[0]
 
 
 def _cpu_bwd(
@@ -146,32 +113,22 @@ def _cpu_bwd(
     float32_parameters: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad, statistics = strided(grad), statistics.contiguous()
-    dtype = torch.float32 if float32_parameters else x.dtype
-    fits = weight is None or (
-        weight.shape == tuple(shape) and weight.device == x.device and weight.dtype is dtype
-    )
-    expect(fits, lambda: f"{describe('weight', weight)} does not fit {describe('x', x)}")
-    _check(kind, x, shape, None, None, statistics)
-    expect(like(grad, x), lambda: f"{describe('grad', grad)} does not fit {describe('x', x)}")
-    rows_of_x, view = as_rows(x, len(shape))
-    rows_of_grad, grad_view = as_rows(grad, len(shape))
-    weight = dense(weight)
-    rows, columns = statistics.shape[1], math.prod(shape)
+    rows, columns = rows_and_columns(x, shape)
+    parameter_dtype = torch.float32 if float32_parameters else x.dtype
+    grad = strided(grad)
+    check_grad(grad, x, shape, weight, parameter_dtype)
+    check_statistics(kind, x, rows, statistics)
+    rows_of_x, view = as_rows(x, len(shape), columns)
+    rows_of_grad, grad_view = as_rows(grad, len(shape), columns)
+    weight, statistics = dense(weight), statistics.contiguous()
     # An empty tensor's address is 0, which tells the kernel that a gradient is not wanted.
-    dx, dweight, dbias = _fake_bwd(x, shape, float32_parameters, wanted)
+    dx, dweight, dbias = _new_gradients(x, shape, weight, parameter_dtype, wanted)
     # Blocks depend on the number of rows alone, so that sums do not depend on the number of threads.
     blocks = max(1, min(64, rows // 64))
-    sums = (
-        torch.empty(blocks, 2, columns, dtype=torch.float64, device=x.device)
-        if wanted[1] or wanted[2]
-        else None
-    )
     native.norm_backward(
-        kind, code(x), DTYPES[dtype][0], rows, columns, eps, rows_of_x.data_ptr(), view, address(weight),
-        rows_of_grad.data_ptr(), grad_view, statistics.data_ptr(), dx.data_ptr(),
-        dweight.data_ptr(), dbias.data_ptr(), address(sums), blocks,
-        torch.get_num_threads(),
+        kind, code(x), DTYPES[parameter_dtype][0], rows, columns, eps, rows_of_x.data_ptr(), view,
+        address(weight), rows_of_grad.data_ptr(), grad_view, statistics.data_ptr(), dx.data_ptr(),
+        dweight.data_ptr(), dbias.data_ptr(), blocks, torch.get_num_threads(),
     )  # fmt: skip
     return dx, dweight, dbias
 
@@ -179,8 +136,8 @@ def _cpu_bwd(
 class _Norm:
     """The three ops of one norm. Only LayerNorm has a bias, in its schemas too."""
 
-    def __init__(self, name: str, kind: int) -> None:
-        self.kind = kind
+    def __init__(self, name: str, kind: int, of_torch: Callable[..., Tensor]) -> None:
+        self.name, self.kind, self.of_torch = name, kind, of_torch
         bias = "Tensor? bias, " if kind == LAYER else ""
         inputs = "Tensor x, SymInt[] normalized_shape, Tensor? weight, "
         self.fwd = Op(
@@ -191,23 +148,24 @@ class _Norm:
         self.bwd = Op(
             f"{name}_bwd(Tensor grad, {inputs}Tensor statistics, float eps, bool float32_parameters, bool[] wanted)"
             " -> (Tensor, Tensor, Tensor)",
-            fake=lambda grad, x, shape, weight, statistics, eps, float32_parameters, wanted: _fake_bwd(
-                x, shape, float32_parameters, wanted
+            fake=lambda grad, x, shape, weight, statistics, eps, float32_parameters, wanted: _new_gradients(
+                x, shape, None, torch.float32 if float32_parameters else x.dtype, wanted
             ),
             reference=partial(reference_bwd, kind),
         )
         self.recompute = Op(
             f"{name}_recompute({inputs}{bias}Tensor statistics) -> Tensor",
-            fake=_contiguous_like,
+            fake=contiguous_like,
             reference=self._with_bias(reference_recompute),
         )
-        self.fwd.kernel("cpu")(self._with_bias(_cpu_fwd))
+        self.fwd.kernel("cpu")(self._with_bias(_cpu_forward))
         self.bwd.kernel("cpu")(partial(_cpu_bwd, kind))
         self.recompute.kernel("cpu")(self._with_bias(_cpu_recompute))
         self.fwd.differentiable(self._apply)
         self.fwd.guard = self._with_bias(
-            lambda kind, x, shape, weight, bias, eps: _check(kind, x, shape, weight, bias)
+            lambda kind, x, shape, weight, bias, eps: check_arguments(x, shape, weight, bias)
         )
+        self.bwd.guard = lambda grad, x, shape, weight, *_: check_arguments(x, shape, weight, None)
         self.recompute.differentiable(partial(not_differentiable, self.recompute.name, f"{name}_fwd"))
 
     def _with_bias(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,11 +182,11 @@ class _Norm:
     def arguments(
         self, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Any, ...]:
-        """The leading arguments of fwd and recompute."""
+        """The leading arguments of fwd, of recompute and of torch's own function."""
         return (x, shape, weight, bias) if self.kind == LAYER else (x, shape, weight)
 
 
-class NormFunction(torch.autograd.Function):
+class NormFunction(Function):
     """Saves x, the parameters and the statistics; nothing if only the bias needs a gradient.
 
     Returns y, or (y, statistics) for the raw op.
@@ -245,7 +203,7 @@ class NormFunction(torch.autograd.Function):
         norm: _Norm,
         with_statistics: bool = False,
     ) -> Any:
-        ctx.backend = backends.select(x.device.type)
+        ctx.backend = backend_of(x)
         ctx.norm, ctx.shape, ctx.eps = norm, shape, eps
         y, statistics = norm.fwd(ctx.backend, *norm.arguments(x, shape, weight, bias), eps)
         parameter = weight if weight is not None else bias
@@ -259,24 +217,21 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
-        wanted = list(ctx.needs_input_grad[:3])
+        wanted = ctx.needs_input_grad[:3]
         if wanted[0] or wanted[1]:
             x, weight, _, statistics = ctx.saved_tensors
         else:  # the bias's gradient is a sum over grad alone: anything serves as x
-            x, weight, statistics = (
-                grad,
-                None,
-                torch.zeros(
-                    (STATISTICS[ctx.norm.kind], row_count(grad, ctx.shape)),
-                    dtype=DTYPES[grad.dtype][1],
-                    device=grad.device,
-                ),
-            )
-        gradients = ctx.norm.bwd.in_backward(
+            x, weight = grad, None
+            statistics = _new_statistics(ctx.norm.kind, x, rows_and_columns(x, ctx.shape)[0]).zero_()
+        dx, dweight, dbias = ctx.norm.bwd.in_backward(
             ctx.backend, grad, x, ctx.shape, weight, statistics, ctx.eps, ctx.float32_parameters, wanted
         )
-        dx, dweight, dbias = [g if want else None for g, want in zip(gradients, wanted, strict=True)]
-        return dx, dweight, dbias, None, None, None, None
+        return (
+            dx if wanted[0] else None,
+            dweight if wanted[1] else None,
+            dbias if wanted[2] else None,
+            None, None, None, None,
+        )  # fmt: skip
 
     @staticmethod
     def recompute(ctx: Any) -> Tensor:
@@ -285,69 +240,38 @@ class NormFunction(torch.autograd.Function):
         return ctx.norm.recompute(ctx.backend, *ctx.norm.arguments(x, ctx.shape, weight, bias), statistics)
 
 
-_layer_norm, _rms_norm = _Norm("layer_norm", LAYER), _Norm("rms_norm", RMS)
+_layer_norm, _rms_norm = _Norm("layer_norm", LAYER, F.layer_norm), _Norm("rms_norm", RMS, F.rms_norm)
 
-
-def _alike(p: Tensor | None, x: Tensor, shape: tuple[int, ...]) -> bool:
-    return p is None or (
-        type(p) in PLAIN
-        and p.dtype is x.dtype
-        and p.shape == shape
-        and p.device == x.device
-        and p.layout is torch.strided
-    )
-
-
-def _problem(name: str, x: Tensor, shape: tuple[int, ...], parameters: dict[str, Tensor | None]) -> str:
-    """What is wrong with arguments that are not served; empty if nothing is."""
-    if shape and x.shape[-len(shape) :] == shape and all(_alike(p, x, shape) for p in parameters.values()):
-        return ""  # the usual case, checked cheaply
-    if not shape or x.shape[-len(shape) :] != shape:
-        return (
-            f"{name}: normalized_shape {list(shape)} must be the last dimensions of {describe('input', x)}; pass "
-            "normalized_shape=input.shape[-1:] to normalise the last dimension"
-        )
-    given = {key: p for key, p in parameters.items() if p is not None}
-    for key, p in given.items():
-        if type(p) not in PLAIN or p.layout is not torch.strided:
-            return f"{name}: {key} is a {type(p).__name__}, not a plain tensor"
-        if p.shape != shape:
-            return f"{name}: {describe(key, p)} must have the shape of normalized_shape {list(shape)}"
-        if p.device != x.device:
-            return f"{name}: {describe(key, p)} must be on the device of {describe('input', x)}; move one with .to()"
-        allowed = {x.dtype, torch.float32} if x.dtype.itemsize == 2 else {x.dtype}
-        if p.dtype not in allowed or p.dtype != next(iter(given.values())).dtype:
-            kinds = " or ".join(sorted(str(d).removeprefix("torch.") for d in allowed))
-            return (
-                f"{name}: {describe(key, p)} must be {kinds} for {describe('input', x)}, all parameters alike"
-            )
-    return ""
-
-
-def _lowered_problem(
-    name: str, input: Any, normalized_shape: Any, parameters: dict[str, Tensor | None]
-) -> str:
-    if torch.compiler.is_compiling():
-        return ""
-    if problem := dtype_problem(name, input):
-        return problem
-    shape = tuple(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else ()
-    return "" if input.is_nested or type(input) not in PLAIN else _problem(name, input, shape, parameters)
+# What rms_norm adds where eps is not given, as torch.
+_EPS = {dtype: torch.finfo(arithmetic).eps for dtype, (_, arithmetic) in DTYPES.items()}
 
 
 def _normalise(
-    norm: _Norm, input: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
+    norm: _Norm,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
 ) -> Tensor:
-    if needs_grad(input, weight, bias):
-        return NormFunction.apply(input, weight, bias, shape, eps, norm)
-    return norm.fwd(backends.select(input.device.type), *norm.arguments(input, shape, weight, bias), eps)[0]
-
-
-def _check_eps(name: str, eps: float | None) -> None:
     if eps is not None and eps < 0:
         raise ValueError(
-            f"{name}: eps must not be negative, got {eps}: the square root of a negative number is NaN"
+            f"{norm.name}: eps must not be negative, got {eps}: the square root of a negative number is NaN"
         )
+    shape = tuple(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else ()
+    if lowered(input):
+        wrong = lowered_problem(norm.name, input, shape, weight, bias)
+    else:
+        input, weight, bias = autocast_to_float32(input, weight, bias)  # type: ignore[assignment]
+        wrong = problem(norm.name, input, shape, weight, bias)
+        # An inference tensor cannot be saved; torch's composition of rms_norm saves what it makes of it.
+        if not wrong and not (input.is_inference() and needs_grad(weight, bias)):
+            if eps is None and norm.kind == RMS:
+                eps = _EPS[input.dtype]
+            if needs_grad(input, weight, bias):
+                return NormFunction.apply(input, weight, bias, shape, eps, norm)
+            return norm.fwd(backend_of(input), *norm.arguments(input, shape, weight, bias), eps)[0]
+    return by_torch(wrong, norm.of_torch, *norm.arguments(input, normalized_shape, weight, bias), eps)
 
 
 def layer_norm(
@@ -374,15 +298,7 @@ def layer_norm(
         RuntimeError: shapes, dtypes or devices that do not fit.
         ValueError: negative eps.
     """
-    _check_eps("layer_norm", eps)
-    if lowered(input):
-        problem = _lowered_problem("layer_norm", input, normalized_shape, {"weight": weight, "bias": bias})
-        return by_torch(problem, F.layer_norm, input, normalized_shape, weight, bias, eps)
-    input, weight, bias = autocast_to_float32(input, weight, bias)  # type: ignore[assignment]
-    shape = tuple(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else ()
-    if problem := _problem("layer_norm", input, shape, {"weight": weight, "bias": bias}):
-        return by_torch(problem, F.layer_norm, input, normalized_shape, weight, bias, eps)
-    return _normalise(_layer_norm, input, shape, weight, bias, eps)
+    return _normalise(_layer_norm, input, normalized_shape, weight, bias, eps)
 
 
 def rms_norm(
@@ -405,18 +321,4 @@ def rms_norm(
         RuntimeError: shapes, dtypes or devices that do not fit.
         ValueError: negative eps.
     """
-    _check_eps("rms_norm", eps)
-    if lowered(input):
-        problem = _lowered_problem("rms_norm", input, normalized_shape, {"weight": weight})
-        return by_torch(problem, F.rms_norm, input, normalized_shape, weight, eps)
-    input, weight = autocast_to_float32(input, weight)  # type: ignore[assignment]
-    shape = tuple(normalized_shape) if isinstance(normalized_shape, (tuple, list)) else ()
-    if problem := _problem("rms_norm", input, shape, {"weight": weight}):
-        return by_torch(problem, F.rms_norm, input, normalized_shape, weight, eps)
-    if input.is_inference() and needs_grad(
-        weight
-    ):  # cannot be saved; torch's composition saves what it makes of it
-        return F.rms_norm(input, normalized_shape, weight, eps)
-    if eps is None:
-        eps = torch.finfo(DTYPES[input.dtype][1]).eps
-    return _normalise(_rms_norm, input, shape, weight, None, eps)
+    return _normalise(_rms_norm, input, normalized_shape, weight, None, eps)

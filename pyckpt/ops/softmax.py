@@ -13,23 +13,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import backends
-from ._native import address, code, columns_adjacent, flat, like, native, resolved, strided
+from ._native import address, code, columns_adjacent, contiguous_like, flat, native, resolved, strided
 from ._registry import (
     DTYPES,
-    PLAIN,
+    Function,
     Op,
     autocast_to_float32,
+    backend_of,
     by_torch,
     describe,
     dtype_problem,
-    expect,
+    is_plain,
     is_sharded,
     lowered,
     needs_grad,
     not_differentiable,
+    refused,
 )
+from ._softmax_checks import check_arguments, check_grad, check_mask, check_options, check_statistics
 from ._softmax_definition import (
+    Options,
     expression,
     reference_bwd,
     reference_dropout_bwd,
@@ -40,35 +43,35 @@ from ._softmax_definition import (
 from .dropout import dropout, new_seed
 
 
-def _contiguous_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _fake_fwd(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _contiguous_like(x), x.new_empty(statistics_shape(x), dtype=DTYPES[x.dtype][1])
+def _new_statistics(x: Tensor) -> Tensor:
+    return x.new_empty(statistics_shape(x), dtype=DTYPES[x.dtype][1])
 
 
 _ARGUMENTS = "Tensor x, Tensor? mask, float scale, SymInt? causal, float dropout_p, Tensor? seed"
-softmax_fwd = Op(f"softmax_fwd({_ARGUMENTS}) -> (Tensor, Tensor)", fake=_fake_fwd, reference=reference_fwd)
+softmax_fwd = Op(
+    f"softmax_fwd({_ARGUMENTS}) -> (Tensor, Tensor)",
+    fake=lambda x, *_: (contiguous_like(x), _new_statistics(x)),
+    reference=reference_fwd,
+)
 softmax_recompute = Op(
     f"softmax_recompute({_ARGUMENTS}, Tensor statistics) -> Tensor",
-    fake=lambda x, *_: _contiguous_like(x),
+    fake=contiguous_like,
     reference=reference_recompute,
 )
 softmax_recompute.differentiable(lambda *a: not_differentiable("softmax_recompute", "softmax_fwd", *a))
 softmax_bwd = Op(
     "softmax_bwd(Tensor grad, Tensor y, bool masked, float scale) -> Tensor",
-    fake=lambda grad, y, *_: _contiguous_like(y),
+    fake=lambda grad, y, *_: contiguous_like(y),
     reference=reference_bwd,
 )
 softmax_dropout_bwd = Op(
     f"softmax_dropout_bwd(Tensor grad, {_ARGUMENTS}, Tensor statistics, float grad_scale) -> Tensor",
-    fake=lambda grad, x, *_: _contiguous_like(x),
+    fake=lambda grad, x, *_: contiguous_like(x),
     reference=reference_dropout_bwd,
 )
 
 
-class SoftmaxFunction(torch.autograd.Function):
+class SoftmaxFunction(Function):
     """Saves y; with dropout x, the mask and the statistics (the seed is an attribute).
 
     Returns y, or (y, statistics) for the raw op.
@@ -76,21 +79,13 @@ class SoftmaxFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        causal: int | None,
-        dropout_p: float,
-        seed: Tensor | None,
-        with_statistics: bool = False,
+        ctx: Any, x: Tensor, mask: Tensor | None, options: Options, with_statistics: bool = False
     ) -> Any:
-        ctx.backend = backends.select(x.device.type)
-        ctx.scale, ctx.causal, ctx.dropout_p, ctx.seed = scale, causal, dropout_p, seed
-        ctx.masked = mask is not None or causal is not None
+        ctx.backend, ctx.options = backend_of(x), options
+        ctx.masked = mask is not None or options.causal is not None
         ctx.mask_shape = None if mask is None else mask.shape
-        y, statistics = softmax_fwd(ctx.backend, x, mask, scale, causal, dropout_p, seed)
-        if seed is None:
+        y, statistics = softmax_fwd(ctx.backend, x, mask, *options)
+        if options.seed is None:
             ctx.save_for_backward(y)
         else:
             ctx.save_for_backward(x, mask, statistics)
@@ -103,75 +98,37 @@ class SoftmaxFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
         # An additive mask's gradient is that of the scores: the one of x before its scale.
         wants_mask = ctx.needs_input_grad[1]
-        grad_scale = 1.0 if wants_mask else ctx.scale
-        if ctx.seed is None:
-            dx = softmax_bwd.in_backward(ctx.backend, grad, ctx.saved_tensors[0], ctx.masked, grad_scale)
+        options = ctx.options
+        grad_scale = 1.0 if wants_mask else options.scale
+        if options.seed is None:
+            (y,) = ctx.saved_tensors
+            dx = softmax_bwd.in_backward(ctx.backend, grad, y, ctx.masked, grad_scale)
         else:
             x, mask, statistics = ctx.saved_tensors
-            dx = softmax_dropout_bwd.in_backward(
-                ctx.backend,
-                grad,
-                x,
-                mask,
-                ctx.scale,
-                ctx.causal,
-                ctx.dropout_p,
-                ctx.seed,
-                statistics,
-                grad_scale,
-            )
+            dx = softmax_dropout_bwd.in_backward(ctx.backend, grad, x, mask, *options, statistics, grad_scale)
         if not wants_mask:
-            return dx, None, None, None, None, None, None
-        return dx * ctx.scale, dx.sum_to_size(ctx.mask_shape), None, None, None, None, None
+            return dx, None, None, None
+        return dx * options.scale, dx.sum_to_size(ctx.mask_shape), None, None
 
     @staticmethod
     def recompute(ctx: Any) -> Tensor:
         """The forward's output, bit for bit, from what the node keeps."""
-        if ctx.seed is None:
+        if ctx.options.seed is None:
             return ctx.saved_tensors[0]
         x, mask, statistics = ctx.saved_tensors
-        return softmax_recompute(
-            ctx.backend, x, mask, ctx.scale, ctx.causal, ctx.dropout_p, ctx.seed, statistics
-        )
+        return softmax_recompute(ctx.backend, x, mask, *ctx.options, statistics)
 
 
-softmax_fwd.differentiable(lambda *arguments: SoftmaxFunction.apply(*arguments, True))
-
-
-def _check(
-    x: Tensor, mask: Tensor | None, dropout_p: float, seed: Tensor | None, statistics: Tensor | None = None
-) -> None:
-    expect(x.dtype in DTYPES, lambda: f"no kernel for {describe('x', x)}")
-    expect(x.dim() > 0, "x must have a dimension")
-    if mask is not None:
-        _check_mask(mask, x)
-    expect(0.0 <= dropout_p <= 1.0, lambda: f"dropout_p has to be between 0 and 1, but got {dropout_p}")
-    expect(dropout_p == 0.0 or seed is not None, "dropout_p needs a seed")
-    if seed is not None:
-        expect(
-            seed.dtype is torch.int64 and seed.numel() == 1 and seed.is_cpu,
-            "seed must be one int64 on the device of x",
-        )
-    if statistics is not None:
-        fits = (
-            statistics.shape == statistics_shape(x)
-            and statistics.dtype is DTYPES[x.dtype][1]
-            and statistics.is_cpu
-        )
-        expect(fits, lambda: f"{describe('statistics', statistics)} are not those of {describe('x', x)}")
+softmax_fwd.differentiable(lambda x, mask, *options: SoftmaxFunction.apply(x, mask, Options(*options), True))
+softmax_fwd.guard = lambda x, mask, *options: check_arguments(x, mask, Options(*options))
 
 
 def _cpu_arguments(
-    x: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: int | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    grad: Tensor | None = None,
+    x: Tensor, mask: Tensor | None, options: Options, grad: Tensor | None = None
 ) -> tuple[Any, ...]:
     """The leading arguments of both native launchers, for tensors with adjacent columns that the caller keeps alive."""
     columns, leading, kind, step = x.shape[-1], x.dim() - 1, 0, 0
+    scale, causal, dropout_p, seed = options
     if mask is None and causal is None and x.is_contiguous() and (grad is None or grad.is_contiguous()):
         leading = 1
         rows = [x.numel() // columns if columns else 0, columns, 0, columns]
@@ -188,48 +145,48 @@ def _cpu_arguments(
     )  # fmt: skip
 
 
-softmax_fwd.guard = lambda x, mask, scale, causal, dropout_p, seed: _check(x, mask, dropout_p, seed)
-
-
-@softmax_fwd.kernel("cpu")
-def _cpu_fwd(
-    x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float, seed: Tensor | None
+def _cpu_forward(
+    x: Tensor, mask: Tensor | None, options: Options, statistics: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    y, statistics = _fake_fwd(x)
+    """(y, statistics), or y again from the statistics given."""
+    recompute = statistics is not None
+    if statistics is None:
+        statistics = _new_statistics(x)
+    y = contiguous_like(x)
     x, mask = columns_adjacent(x), mask if mask is None else resolved(mask)
-    arguments = _cpu_arguments(x, mask, scale, causal, dropout_p, seed)
-    native.softmax_forward(*arguments, y.data_ptr(), statistics.data_ptr(), False, torch.get_num_threads())
+    arguments = _cpu_arguments(x, mask, options)
+    native.softmax_forward(
+        *arguments, y.data_ptr(), statistics.data_ptr(), recompute, torch.get_num_threads()
+    )
     return y, statistics
 
 
+softmax_fwd.kernel("cpu")(lambda x, mask, *options: _cpu_forward(x, mask, Options(*options)))
+
+
 @softmax_recompute.kernel("cpu")
-def _cpu_recompute(
-    x: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: int | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    statistics: Tensor,
-) -> Tensor:
-    _check(x, mask, dropout_p, seed, statistics)
-    statistics = statistics.contiguous()
-    y = _contiguous_like(x)
-    x, mask = columns_adjacent(x), mask if mask is None else resolved(mask)
-    arguments = _cpu_arguments(x, mask, scale, causal, dropout_p, seed)
-    native.softmax_forward(*arguments, y.data_ptr(), statistics.data_ptr(), True, torch.get_num_threads())
-    return y
+def _cpu_recompute(x: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
+    *values, statistics = rest
+    options = Options(*values)
+    check_arguments(x, mask, options)
+    check_statistics(x, statistics)
+    return _cpu_forward(x, mask, options, statistics.contiguous())[0]
+
+
+def _bwd_guard(grad: Tensor, y: Tensor, *_: Any) -> None:
+    if y.dtype not in DTYPES or y.dim() == 0:
+        raise refused(f"no kernel for {describe('y', y)}")
+
+
+softmax_bwd.guard = _bwd_guard
 
 
 @softmax_bwd.kernel("cpu")
 def _cpu_bwd(grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor:
-    grad, y = strided(grad), resolved(y).contiguous()
-    expect(
-        y.dtype in DTYPES and y.dim() > 0 and like(grad, y),
-        lambda: f"{describe('grad', grad)} does not fit {describe('y', y)}",
-    )
-    dx, grad = _contiguous_like(y), columns_adjacent(grad)
-    arguments = _cpu_arguments(y, None, scale, None, 0.0, None, grad)
+    grad = strided(grad)
+    check_grad(grad, y)
+    dx, y, grad = contiguous_like(y), resolved(y).contiguous(), columns_adjacent(grad)
+    arguments = _cpu_arguments(y, None, Options(), grad)
     native.softmax_backward(
         *arguments, grad.data_ptr(), y.data_ptr(), 0, dx.data_ptr(), scale, masked, torch.get_num_threads()
     )
@@ -237,74 +194,21 @@ def _cpu_bwd(grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor:
 
 
 @softmax_dropout_bwd.kernel("cpu")
-def _cpu_dropout_bwd(
-    grad: Tensor,
-    x: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: int | None,
-    dropout_p: float,
-    seed: Tensor,
-    statistics: Tensor,
-    grad_scale: float,
-) -> Tensor:
-    grad, statistics = strided(grad), statistics.contiguous()
-    _check(x, mask, dropout_p, seed, statistics)
-    expect(like(grad, x), lambda: f"{describe('grad', grad)} does not fit {describe('x', x)}")
-    dx, x, grad = _contiguous_like(x), columns_adjacent(x), columns_adjacent(grad)
-    mask = mask if mask is None else resolved(mask)
-    arguments = _cpu_arguments(x, mask, scale, causal, dropout_p, seed, grad)
-    masked = mask is not None or causal is not None
+def _cpu_dropout_bwd(grad: Tensor, x: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
+    *values, statistics, grad_scale = rest
+    options, grad = Options(*values), strided(grad)
+    check_arguments(x, mask, options)
+    check_statistics(x, statistics)
+    check_grad(grad, x)
+    dx, x, grad = contiguous_like(x), columns_adjacent(x), columns_adjacent(grad)
+    mask, statistics = mask if mask is None else resolved(mask), statistics.contiguous()
+    arguments = _cpu_arguments(x, mask, options, grad)
+    masked = mask is not None or options.causal is not None
     native.softmax_backward(
-        *arguments,
-        grad.data_ptr(),
-        0,
-        statistics.data_ptr(),
-        dx.data_ptr(),
-        grad_scale,
-        masked,
+        *arguments, grad.data_ptr(), 0, statistics.data_ptr(), dx.data_ptr(), grad_scale, masked,
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     return dx
-
-
-def _check_options(
-    input: Tensor, dim: int, scale: float, is_causal: bool, causal_alignment: str, dropout_p: float
-) -> None:
-    if not isinstance(scale, (int, float)) and not torch.compiler.is_compiling():
-        raise TypeError(f"softmax: scale must be a float, got {type(scale).__name__}")
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"softmax: dropout_p has to be between 0 and 1, but got {dropout_p}")
-    if causal_alignment not in ("top_left", "bottom_right"):
-        raise ValueError(
-            f"softmax: causal_alignment must be 'top_left' or 'bottom_right', got {causal_alignment!r}"
-        )
-    if is_causal and (input.dim() < 2 or dim not in (-1, input.dim() - 1)):
-        raise ValueError(
-            f"softmax: is_causal needs queries and keys as the last two dimensions and dim=-1, got dim={dim} for "
-            f"{describe('input', input)}"
-        )
-
-
-def _check_mask(mask: Tensor, input: Tensor) -> None:
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"softmax: mask must be a tensor, got {type(mask).__name__}; use torch.tensor(mask)")
-    if mask.dtype not in (torch.bool, input.dtype):
-        raise RuntimeError(
-            f"softmax: {describe('mask', mask)} must be boolean (True = keep) or additive in the dtype of "
-            f"{describe('input', input)}; convert it, e.g. mask.to(input.dtype)"
-        )
-    if mask.device != input.device:
-        raise RuntimeError(
-            f"softmax: {describe('mask', mask)} must be on the device of {describe('input', input)}; move it with .to()"
-        )
-    try:
-        mask.expand(input.shape)
-    except RuntimeError:
-        raise RuntimeError(
-            f"softmax: {describe('mask', mask)} cannot be broadcast to {describe('input', input)}; give every dimension "
-            "the input's size or 1, e.g. with mask.unsqueeze()"
-        ) from None
 
 
 def softmax(
@@ -346,16 +250,9 @@ def softmax(
     """
     plain = mask is None and type(scale) is float and scale == 1.0 and not is_causal and dropout_p == 0.0
     plain = plain and causal_alignment == "top_left"
-    if (
-        plain
-        and dtype is None
-        and type(dim) is int
-        and dim == -1
-        and not lowered(input)
-        and input.is_cpu
-        and input.dim()
-    ):
-        return _softmax(input, None, 1.0, None, 0.0)  # the usual case, without further checks
+    usual = plain and dtype is None and type(dim) is int and dim == -1
+    if usual and not lowered(input) and input.is_cpu and input.dim():
+        return _fused(input, None, Options())  # without further checks
     if not isinstance(input, Tensor) or (plain and lowered(input)):
         return by_torch(dtype_problem("softmax", input), F.softmax, input, dim=dim, dtype=dtype)
     if dim is None:
@@ -364,7 +261,7 @@ def softmax(
         isinstance(dim, float) or not isinstance(dtype, (torch.dtype, type(None)))
     ):
         return F.softmax(input, dim=dim, dtype=dtype)  # type: ignore[arg-type]  # torch's TypeError
-    _check_options(input, dim, scale, is_causal, causal_alignment, dropout_p)
+    check_options(input, dim, scale, is_causal, causal_alignment, dropout_p)
     if not -max(1, input.dim()) <= dim < max(1, input.dim()):
         raise IndexError(f"softmax: dim={dim} is out of range for {describe('input', input)}")
     if dtype is not None:
@@ -375,7 +272,7 @@ def softmax(
             f"softmax: expected a floating-point tensor, got {describe('input', input)}; convert it or pass dtype"
         )
     if mask is not None:
-        _check_mask(mask, input)
+        check_mask(mask, input)
     if input.dim() == 0:
         shaped = None if mask is None else mask.reshape(1)
         return softmax(input.reshape(1), mask=shaped, scale=scale, dropout_p=dropout_p).reshape(())
@@ -392,13 +289,17 @@ def softmax(
 def _softmax(x: Tensor, mask: Tensor | None, scale: float, causal: int | None, dropout_p: float) -> Tensor:
     if dropout_p > 0 and is_sharded(x):
         return dropout(_softmax(x, mask, scale, causal, 0.0), dropout_p)
-    seed = new_seed(x.device) if dropout_p > 0 else None
-    if lowered(x) or (mask is not None and type(mask) not in PLAIN):
-        if (
-            seed is not None and torch.compiler.is_compiling()
-        ):  # as for dropout: one opaque op, so that masks stay equal
-            return softmax_fwd.overload(x, mask, scale, causal, dropout_p, seed)[0]
-        return expression(x, mask, scale, causal, dropout_p, seed)
+    options = Options(scale, causal, dropout_p, new_seed(x.device) if dropout_p > 0 else None)
+    if not lowered(x) and (mask is None or is_plain(mask)):
+        return _fused(x, mask, options)
+    if options.seed is not None and torch.compiler.is_compiling():
+        return softmax_fwd.overload(x, mask, *options)[
+            0
+        ]  # as for dropout: one opaque op, so that masks stay equal
+    return expression(x, mask, options)
+
+
+def _fused(x: Tensor, mask: Tensor | None, options: Options) -> Tensor:
     if needs_grad(x, mask):
-        return SoftmaxFunction.apply(x, mask, scale, causal, dropout_p, seed)
-    return softmax_fwd(backends.select(x.device.type), x, mask, scale, causal, dropout_p, seed)[0]
+        return SoftmaxFunction.apply(x, mask, options)
+    return softmax_fwd(backend_of(x), x, mask, *options)[0]
