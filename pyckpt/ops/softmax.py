@@ -42,6 +42,8 @@ from ._softmax_definition import (
 )
 from .dropout import dropout, new_seed
 
+_PLAIN = Options()
+
 
 def _new_statistics(x: Tensor) -> Tensor:
     return x.new_empty(statistics_shape(x), dtype=DTYPES[x.dtype][1])
@@ -186,7 +188,7 @@ def _cpu_bwd(grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor:
     grad = strided(grad)
     check_grad(grad, y)
     dx, y, grad = contiguous_like(y), resolved(y).contiguous(), columns_adjacent(grad)
-    arguments = _cpu_arguments(y, None, Options(), grad)
+    arguments = _cpu_arguments(y, None, _PLAIN, grad)
     native.softmax_backward(
         *arguments, grad.data_ptr(), y.data_ptr(), 0, dx.data_ptr(), scale, masked, torch.get_num_threads()
     )
@@ -252,7 +254,7 @@ def softmax(
     plain = plain and causal_alignment == "top_left"
     usual = plain and dtype is None and type(dim) is int and dim == -1
     if usual and not lowered(input) and input.is_cpu and input.dim():
-        return _fused(input, None, Options())  # without further checks
+        return _fused(input, None, _PLAIN)  # without further checks
     if not isinstance(input, Tensor) or (plain and lowered(input)):
         return by_torch(dtype_problem("softmax", input), F.softmax, input, dim=dim, dtype=dtype)
     if dim is None:
