@@ -37,7 +37,9 @@ def verify_swap(
     tenth and four units in the last place.
     """
     what = f"pyckpt.convert: {path} ({describe(type(module))} -> {describe(target.cls)})"
-    name = next(iter(target.attributes), "") if target.cls is type(module) else ""  # a function that is replaced
+    name = (
+        next(iter(target.attributes), "") if target.cls is type(module) else ""
+    )  # a function that is replaced
     if name:
         what = f"pyckpt.convert: {path}.{name}"
     device, dtype = place_of(module) or place

@@ -88,7 +88,7 @@ class NormRecipe(NamedTuple):
     channels_first: bool = False  # normalise dimension 1 instead of the last ones
     rank: int | None = None  # the number of dimensions that an input must have
     # Of the result: "native" as the function itself gives it, "input", "promoted" (of input and weight), "weight" (where
-    # that has 16 bits, else promoted), "float32" (or wider, promoted).
+    # that has 16 bits, else promoted).
     dtype: str = "native"
 
     def result_dtype(self, input: torch.dtype, weight: torch.dtype) -> torch.dtype:
@@ -97,8 +97,7 @@ class NormRecipe(NamedTuple):
             return input
         if self.dtype == "weight" and weight.itemsize == 2:
             return weight
-        promoted = torch.promote_types(input, weight)
-        return torch.promote_types(promoted, torch.float32) if self.dtype == "float32" else promoted
+        return torch.promote_types(input, weight)
 
 
 class ConvertedNorm(_torch_nn.Module):

@@ -11,10 +11,8 @@ from __future__ import annotations
 import functools
 import math
 import re
-import types
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +24,8 @@ from .. import functional as fused_functions
 from .activations import EXACT, prove_activation
 from .base import FUSED_CLASSES, TORCH_CLASSES, Proof, Target, Unprovable, describe
 from .norms import prove_norm
-from .recording import ELEMENTWISE, NORMALISING, STATISTICS, run
-from .source import check_class, freeze, options_of
+from .recording import ELEMENTWISE, NORMALISING, STATISTICS
+from .subject import Subject
 
 __all__ = ["FUSED_CLASSES", "FUSED_FUNCTIONS", "Target", "classify", "describe"]
 
@@ -41,7 +39,7 @@ def classify(module: nn.Module, *, float64: bool = False) -> Target | str | None
     cls = type(module)
     if cls in TORCH_CLASSES:
         return _instance_obstacle(module) or Target(TORCH_CLASSES[cls])
-    if cls in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
+    if cls in _TRANSFORMER_LAYERS:
         return _transformer_layer(module)
     if isinstance(module, torch.jit.ScriptModule):
         name = str(getattr(module, "original_name", cls.__name__))
@@ -81,8 +79,8 @@ def _instance_obstacle(module: nn.Module) -> str:
     cls = type(module)
     if "forward" in vars(module):
         return "has a forward of its own, set on the instance (accelerate, Liger and others do so)"
-    forward, torchs = cls.forward, cls.__module__.startswith("torch.nn.modules.")
-    if torchs and (forward.__module__, forward.__qualname__) != (cls.__module__, f"{cls.__name__}.forward"):
+    forward, served = cls.forward, cls in TORCH_CLASSES or cls in _TRANSFORMER_LAYERS
+    if served and (forward.__module__, forward.__qualname__) != (cls.__module__, f"{cls.__name__}.forward"):
         return f"{describe(cls)}.forward has been replaced by {forward.__module__}.{forward.__qualname__}"
     if is_parametrized(module):
         return "parametrized (torch.nn.utils.parametrize): its class was made for this instance"
@@ -140,6 +138,9 @@ FUSED_FUNCTIONS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
 }
 
 
+_TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
 def _transformer_layer(module: nn.Module) -> Target | None:
     """The function that torch's Transformer layers apply between their Linears.
 
@@ -169,80 +170,49 @@ _verdicts: weakref.WeakKeyDictionary[type, dict[Hashable, Proof | str]] = weakre
 def _prove(module: nn.Module) -> Proof | str:
     """The proof that ``module`` computes one of our functions on any input, or why there is none."""
     cls = type(module)
-    options = options_of(module)
-    shapes = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
     try:
         if obstacle := _instance_obstacle(module):
             raise Unprovable(obstacle)
         if module._modules:
             raise Unprovable(f"{describe(cls)} has submodules: no plain activation or norm")
-        if len(shapes) > 2 or any(math.prod(shape) > _LARGEST for shape in shapes.values()):
+        subject = Subject(module)
+        if len(subject.shapes) > 2 or any(math.prod(shape) > _LARGEST for shape in subject.shapes.values()):
             raise Unprovable(f"{describe(cls)} has more parameters than the weight and bias of a norm")
-        frozen = tuple((name, freeze(name, value, cls, module)) for name, value in sorted(options.items()))
     except Unprovable as reason:
         return str(reason)
-    known, key = _verdicts.setdefault(cls, {}), (cls.forward, frozen, tuple(shapes.items()))
-    if key not in known:
-        make = functools.partial(_fresh, module, options)
+    if torch._C._len_torch_dispatch_stack():
+        return f"{describe(cls)} could not be probed: tensors are not real under a dispatch mode"
+    known = _verdicts.setdefault(cls, {})
+    if subject.key not in known:
         try:
-            check_class(cls, options)
-            verdict: Proof | str = _prove_fresh(cls, make, shapes, options)
+            verdict: Proof | str = _prove_subject(subject)
         except Unprovable as reason:
             verdict = str(reason)
-        except Exception as error:  # not cached: the cause may lie around us, such as a fake tensor mode
+        except Exception as error:  # not cached: the cause may lie around us
             return f"{describe(cls)} could not be probed ({type(error).__name__})"
-        known[key] = verdict
-    return known[key]
+        known[subject.key] = verdict
+    return known[subject.key]
 
 
-def _prove_fresh(
-    cls: type[nn.Module],
-    make: Callable[..., nn.Module],
-    shapes: dict[str, tuple[int, ...]],
-    options: dict[str, Any],
-) -> Proof:
-    statistics = (
-        bool(shapes) or issubclass(cls, (nn.LayerNorm, nn.RMSNorm)) or _takes_statistics(make(torch.float64))
+def _prove_subject(subject: Subject) -> Proof:
+    subject.check_class()
+    norm = (
+        bool(subject.shapes)
+        or issubclass(subject.cls, (nn.LayerNorm, nn.RMSNorm))
+        or _takes_statistics(subject)
     )
-    proof = (
-        prove_norm(cls, make, shapes, options)
-        if statistics
-        else prove_activation(make(torch.float64), options)
-    )
-    if not issubclass(proof.target.cls, _base(cls)):
-        raise Unprovable(
-            f"{describe(cls)} computes what {describe(proof.target.cls)} does, yet is a {describe(_base(cls))}"
-        )
+    proof = prove_norm(subject) if norm else prove_activation(subject)
+    base, new = _base(subject.cls), proof.target.cls
+    if not issubclass(new, base):
+        raise Unprovable(f"{subject.name} computes what {describe(new)} does, yet is a {describe(base)}")
     return proof
 
 
-def _takes_statistics(module: nn.Module) -> bool:
-    shape = vars(module).get("normalized_shape")
+def _takes_statistics(subject: Subject) -> bool:
+    shape = subject.options.get("normalized_shape")
     x = torch.ones(2, 3, *(shape if isinstance(shape, tuple) else (4,)), dtype=torch.float64, device="cpu")
-    _, record = run(module, x, ELEMENTWISE | NORMALISING, exact=True)
+    _, record = subject.run(subject.make(), x, ELEMENTWISE | NORMALISING, exact=True)
     return any(call[0] in _STATISTICS for call in record.calls)
 
 
 _STATISTICS = {function.__name__ for function in STATISTICS}
-
-
-def _fresh(module: nn.Module, options: dict[str, Any], dtype: torch.dtype, **changes: Any) -> nn.Module:
-    """Another instance with the same options: probing must not fire the user's hooks, nor change anything.
-
-    Its parameters are random, its buffers (which we could not follow) not even readable.
-    """
-    cls = type(module)
-    twin = cls.__new__(cls)
-    nn.Module.__init__(twin)
-    for name, value in {**options, **changes}.items():
-        bound = isinstance(value, types.MethodType)  # freeze let only methods of the module itself through
-        vars(twin)[name] = types.MethodType(value.__func__, twin) if bound else value
-    generator = torch.Generator("cpu").manual_seed(0)
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64, device="cpu")
-            parameter = nn.Parameter((0.5 * values + 0.7).to(dtype))
-        twin._parameters[name] = parameter
-    for name in module._buffers:
-        twin._buffers[name] = torch.empty(0, device="meta")
-    return twin

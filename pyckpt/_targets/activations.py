@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from .. import nn as fused
 from .base import Proof, Target, Unprovable, describe
-from .recording import ELEMENTWISE, Unrounded, plain, run
+from .recording import ELEMENTWISE, Unrounded, plain
+from .subject import Subject
 
 EXACT = 4e-12  # the same formula in float64; FastGELU's constant, rounded to ten digits, costs 1e-12
 FLOAT32 = 1e-8  # constants rounded to float32: a sixth of the rounding error that float32 makes anyway
@@ -31,13 +32,13 @@ _FUNCTIONS: tuple[tuple[Callable[[Tensor], Tensor], Target], ...] = (
 )
 
 
-def prove_activation(module: nn.Module, options: dict[str, Any]) -> Proof:
-    """The proof that ``module``, an instance of our own without parameters, computes one of our functions."""
-    name = describe(type(module))
+def prove_activation(subject: Subject) -> Proof:
+    """The proof that the class, which has no parameters, computes one of our functions."""
+    name, module, options = subject.name, subject.make(), subject.options
     best: Proof | None = None
     for training in (False, True):
         module.training = training
-        _same_for_all_dtypes(module)
+        _same_for_all_dtypes(subject, module)
         tried = [_deviation(module, function, target) for function, target in _FUNCTIONS]
         proof = min(tried, key=lambda p: p.error)
         if best is not None and best.target is not proof.target:
@@ -59,10 +60,10 @@ def prove_activation(module: nn.Module, options: dict[str, Any]) -> Proof:
     return Proof(Target(best.target.cls, best.target.attributes, note), best.error)
 
 
-def _same_for_all_dtypes(module: nn.Module) -> None:
-    name, calls = describe(type(module)), []
+def _same_for_all_dtypes(subject: Subject, module: nn.Module) -> None:
+    name, calls = subject.name, []
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        output, record = run(module, torch.ones(3, dtype=dtype, device="cpu"), ELEMENTWISE, exact=False)
+        output, record = subject.run(module, torch.ones(3, dtype=dtype, device="cpu"), ELEMENTWISE)
         calls.append(record.calls)
         if output.dtype != dtype:
             raise Unprovable(f"{name}.forward returns {output.dtype} for {dtype}")

@@ -10,7 +10,7 @@ rounding, and the dtype of the result, as the only differences.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,37 +18,33 @@ from torch import Tensor, nn
 
 from .. import nn as fused
 from .base import Proof, Target, Unprovable, describe
-from .recording import NORMALISING, Record, Unrounded, plain, run
+from .recording import NORMALISING, Record, Unrounded, plain
+from .subject import Subject
 
 EXACT = 1e-10
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_RESULTS = ("input", "promoted", "weight", "float32")
-
-# (parameters' dtype, options to change) -> an instance of our own with random parameters
-Maker = Callable[..., nn.Module]
+_RESULTS = ("input", "promoted", "weight")
 
 
-def prove_norm(
-    cls: type[nn.Module], make: Maker, shapes: Mapping[str, tuple[int, ...]], options: Mapping[str, Any]
-) -> Proof:
-    """The proof that ``cls`` with parameters of these shapes and these options is a norm that we have."""
-    name = describe(cls)
+def prove_norm(subject: Subject) -> Proof:
+    """The proof that the class, with parameters of these sizes and these options, is a norm that we have."""
+    shapes, options = subject.shapes, subject.options
     known = set(shapes.values())
     if len(known) > 1:
-        raise Unprovable(f"{name} has parameters of several shapes")
+        raise Unprovable(f"{subject.name} has parameters of several shapes")
     if not known and isinstance(options.get("normalized_shape"), tuple):
         known = {options["normalized_shape"]}
-    recipes = [_recipe(name, make, shapes, options, shape) for shape in known or ((5,), (8,))]
+    recipes = [_recipe(subject, shape) for shape in known or ((5,), (8,))]
     if not known:  # of any width: two must give the same
         recipes = [recipe._replace(shape=None) for recipe in recipes]
     if recipes[0] != recipes[-1]:
-        raise Unprovable(f"{name} computes different functions for different sizes")
-    target = _target(cls, recipes[0], options)
-    _compare_resets(cls, make, target)
+        raise Unprovable(f"{subject.name} computes different functions for different sizes")
+    target = _target(subject, recipes[0])
+    _compare_resets(subject, target)
     return Proof(target)
 
 
-def _target(cls: type[nn.Module], recipe: fused.NormRecipe, options: Mapping[str, Any]) -> Target:
+def _target(subject: Subject, recipe: fused.NormRecipe) -> Target:
     """Our own LayerNorm or RMSNorm where nothing distinguishes the class from torch's; else a ConvertedNorm."""
     native = fused.NormRecipe(
         recipe.function,
@@ -56,9 +52,9 @@ def _target(cls: type[nn.Module], recipe: fused.NormRecipe, options: Mapping[str
         recipe.weight and "weight",
         recipe.bias and "bias",
         0.0,
-        options.get("normalized_shape"),
+        subject.options.get("normalized_shape"),
     )
-    attributes = {"_pyckpt_norm": recipe}
+    cls, attributes = subject.cls, {"_pyckpt_norm": recipe}
     if issubclass(cls, nn.LayerNorm):
         if recipe == native and recipe.function == "layer_norm":
             return Target(fused.LayerNorm)
@@ -73,44 +69,45 @@ def _target(cls: type[nn.Module], recipe: fused.NormRecipe, options: Mapping[str
 # ---- the search --------------------------------------------------------------------------------------------
 
 
-def _recipe(
-    name: str,
-    make: Maker,
-    shapes: Mapping[str, tuple[int, ...]],
-    options: Mapping[str, Any],
-    shape: tuple[int, ...],
-) -> fused.NormRecipe:
-    for channels_first in (False, True) if len(shape) == 1 else (False,):
-        served, record = list[Tensor](), None
-        for batch in ((2, 2, 1), (2, 2), (3,), (2, 1, 2, 1) if channels_first else ()):
-            size = (*batch[:1], *shape, *batch[1:]) if channels_first else (*batch, *shape)
-            x = _rows(size, len(shape), channels_first)
-            try:
-                y, calls = run(make(torch.float64), x, NORMALISING, exact=True)
-            except (RuntimeError, IndexError, ValueError):
-                continue  # such as permute's, on any but four dimensions
-            if y.shape == x.shape:
-                served.append(x)
-                record = record or calls
-        for recipe in () if record is None else _candidates(shapes, options, record):
+def _recipe(subject: Subject, shape: tuple[int, ...]) -> fused.NormRecipe:
+    layouts = [
+        (*_served(subject, shape, first), first) for first in (False, True)[: 2 if len(shape) == 1 else 1]
+    ]
+    for served, record, channels_first in sorted(layouts, key=lambda layout: -len(layout[0])):
+        for recipe in () if record is None else _candidates(subject, record):
             recipe = recipe._replace(channels_first=channels_first, shape=shape)
-            if _follows(make, recipe, options, served[0]):
+            if _follows(subject, recipe, served[0]):
                 if len(served) not in (1, 4):
-                    raise Unprovable(f"{name} fails on inputs of some numbers of dimensions")
+                    raise Unprovable(f"{subject.name} fails on inputs of some numbers of dimensions")
                 recipe = recipe._replace(rank=served[0].dim() if len(served) == 1 else None)
-                return _checked(name, make, recipe, served)
+                return _checked(subject, recipe, served)
     raise Unprovable(
-        f"{name} is neither LayerNorm nor RMSNorm of its input's last dimensions or of dimension 1"
+        f"{subject.name} is neither LayerNorm nor RMSNorm of its input's last dimensions or of dimension 1"
     )
 
 
-def _candidates(
-    shapes: Mapping[str, tuple[int, ...]], options: Mapping[str, Any], record: Record
-) -> Iterator[fused.NormRecipe]:
-    names = list(shapes)
-    roles = [(*order, None, None)[:2] for order in itertools.permutations(names)]
+def _served(
+    subject: Subject, shape: tuple[int, ...], channels_first: bool
+) -> tuple[list[Tensor], Record | None]:
+    """Inputs of several ranks that the forward takes, and what it did to the first."""
+    served, first = list[Tensor](), None
+    for batch in ((2, 2, 1), (2, 2), (3,), (2, 1, 2, 1) if channels_first else ()):
+        size = (*batch[:1], *shape, *batch[1:]) if channels_first else (*batch, *shape)
+        x = _rows(size, len(shape), channels_first)
+        try:
+            y, record = subject.run(subject.make(), x, NORMALISING, exact=True)
+        except (RuntimeError, IndexError, ValueError):
+            continue  # such as permute's, on any but four dimensions
+        if y.shape == x.shape:
+            served.append(x)
+            first = first or record
+    return served, first
+
+
+def _candidates(subject: Subject, record: Record) -> Iterator[fused.NormRecipe]:
+    roles = [(*order, None, None)[:2] for order in itertools.permutations(subject.shapes)]
     eps: list[str | float] = [
-        k for k, v in options.items() if type(v) in (int, float) or (v is None and k == "eps")
+        k for k, v in subject.options.items() if type(v) in (int, float) or (v is None and k == "eps")
     ]
     eps += record.constants()
     for function, (weight, bias), value in itertools.product(("rms_norm", "layer_norm"), roles, eps):
@@ -118,13 +115,13 @@ def _candidates(
             yield fused.NormRecipe(function, value, weight, bias, offset)
 
 
-def _follows(make: Maker, recipe: fused.NormRecipe, options: Mapping[str, Any], x: Tensor) -> bool:
+def _follows(subject: Subject, recipe: fused.NormRecipe, x: Tensor) -> bool:
     """Whether values agree; where an attribute is taken for eps, after a change of it too."""
     changes: list[dict[str, Any]] = [{}]
     if isinstance(recipe.eps, str):
-        changes.append({recipe.eps: 2.0 * (options[recipe.eps] or 0.0) + 0.1})
+        changes.append({recipe.eps: 2.0 * (subject.options[recipe.eps] or 0.0) + 0.1})
     for change in changes:
-        module = make(torch.float64, **change)
+        module = subject.make(**change)
         with plain(), Unrounded(), torch.no_grad():
             want, _ = _reference(recipe, module, x)
             scale = _peak(want, recipe)
@@ -133,32 +130,32 @@ def _follows(make: Maker, recipe: fused.NormRecipe, options: Mapping[str, Any], 
     return True
 
 
-def _checked(name: str, make: Maker, recipe: fused.NormRecipe, inputs: list[Tensor]) -> fused.NormRecipe:
+def _checked(subject: Subject, recipe: fused.NormRecipe, inputs: list[Tensor]) -> fused.NormRecipe:
     """The recipe, proven for gradients, both modes, every rank and dtype, and completed by what these show."""
     for x, training in itertools.product(inputs, (False, True)):
-        module = make(torch.float64)
+        module = subject.make()
         module.training = training
         if not _same_gradients(module, recipe, x):
-            raise Unprovable(f"{name} is {recipe.function} for some inputs or in evaluation only")
+            raise Unprovable(f"{subject.name} is {recipe.function} for some inputs or in one mode only")
     x = inputs[0]
-    _, exact = run(make(torch.float64), x, NORMALISING, exact=True)
+    _, exact = subject.run(subject.make(), x, NORMALISING, exact=True)
     results, cast = {}, False
     for ours, theirs in itertools.product(_DTYPES, _DTYPES if recipe.weight else (None,)):
         try:
-            y, record = run(make(theirs or ours), x.to(ours), NORMALISING, exact=False)
+            y, record = subject.run(subject.make(theirs or ours), x.to(ours), NORMALISING)
         except RuntimeError:
             if ours is theirs is torch.float32:
-                raise Unprovable(f"{name}.forward fails in float32") from None
+                raise Unprovable(f"{subject.name}.forward fails in float32") from None
             continue  # dtypes that it does not take together
         if record.calls != exact.calls:
-            raise Unprovable(f"{name}.forward computes different functions for different dtypes")
+            raise Unprovable(f"{subject.name}.forward computes different functions for different dtypes")
         results[ours, theirs or ours], cast = y.dtype, cast or bool(record.casts)
     native = not cast and any(call[0] in ("layer_norm", "rms_norm") for call in exact.calls)
     for dtype in ("native",) if native else _RESULTS:
         found = recipe._replace(dtype=dtype)
         if native or all(found.result_dtype(*given) == got for given, got in results.items()):
             return found
-    raise Unprovable(f"{name}.forward gives results of unexpected dtypes")
+    raise Unprovable(f"{subject.name}.forward gives results of unexpected dtypes")
 
 
 # ---- comparing ---------------------------------------------------------------------------------------------
@@ -230,14 +227,14 @@ def _same_gradients(module: nn.Module, recipe: fused.NormRecipe, x: Tensor) -> b
     return all(bool(((a - b).abs() <= EXACT * s).all()) for a, b, s in pairs)
 
 
-def _compare_resets(cls: type[nn.Module], make: Maker, target: Target) -> None:
+def _compare_resets(subject: Subject, target: Target) -> None:
     """Where the class has a ``reset_parameters``, that of the new class must do the same."""
-    if not hasattr(cls, "reset_parameters"):
+    if not hasattr(subject.cls, "reset_parameters"):
         return
-    ours, theirs = make(torch.float64), make(torch.float64)
+    ours, theirs = subject.make(), subject.make()
     vars(ours).update(target.attributes)
     with torch.random.fork_rng(devices=[]):
         theirs.reset_parameters()  # type: ignore[operator]
         target.cls.reset_parameters(ours)  # type: ignore[attr-defined]
     if not all(torch.equal(p, q) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True)):
-        raise Unprovable(f"{describe(cls)} has a reset_parameters of its own")
+        raise Unprovable(f"{subject.name} has a reset_parameters of its own")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .base import Unprovable, describe
+from .base import Unprovable
 
 
 def _functions(names: str, *owners: Any) -> frozenset[Any]:
@@ -158,7 +159,8 @@ class Unrounded(TorchFunctionMode):
 
 
 def _label(func: Any) -> str:
-    return str(getattr(getattr(func, "__self__", None), "__name__", None) or func.__name__)
+    """``shape`` for the getter of that property."""
+    return str(func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__)
 
 
 def _objection(func: Any) -> str:
@@ -188,20 +190,14 @@ def _objection(func: Any) -> str:
     return "which is not known to be part of an activation or norm"
 
 
-def run(module: nn.Module, x: Tensor, allowed: frozenset[Any], *, exact: bool) -> tuple[Tensor, Record]:
-    """``module.forward(x)`` recorded; parameters are roots, under their names, and the input is ``input``."""
-    name = f"{describe(type(module))}.forward"
-    parameters = {n: p for n, p in module._parameters.items() if p is not None}
-    record = Record(name, {**parameters, "input": x}, allowed, exact=exact)
-    with plain(), record:
-        output = module.forward(x)
-    if not isinstance(output, Tensor) or id(output) not in record.symbols:
-        raise Unprovable(f"{name} does not return a tensor made from its input")
-    return output, record
-
-
 @contextlib.contextmanager
 def plain() -> Iterator[None]:
-    """Gradients recorded, no autocast, whatever surrounds us."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    """Gradients recorded, no autocast, no warnings, whatever surrounds us."""
+    with (
+        warnings.catch_warnings(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        warnings.simplefilter("ignore")  # of dtypes and sizes that no model has
         yield

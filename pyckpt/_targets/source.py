@@ -10,9 +10,10 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 import math
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,22 +27,10 @@ _HARMLESS = ELEMENTWISE | NORMALISING | _BUILTINS
 _CAST_METHODS = frozenset({"float", "double", "half", "bfloat16", "to", "type"})  # of Tensor and of Module
 
 
-def options_of(module: nn.Module) -> dict[str, Any]:
-    """What the instance holds beyond what every module does."""
-    return {name: value for name, value in vars(module).items() if name not in _MODULE_STATE}
-
-
-_MODULE_STATE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 _PLAIN_CLASS_ATTRIBUTES = frozenset[str]().union(
     ("__init__", "forward", "extra_repr", "__repr__", "__module__", "__doc__", "__dict__", "__weakref__"),
     ("__qualname__", "__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__"),
-    (
-        "__firstlineno__",
-        "__static_attributes__",
-        "__constants__",
-        "__annotations_cache__",
-        "__conditional_annotations__",
-    ),
+    ("__firstlineno__", "__static_attributes__", "__constants__", "__conditional_annotations__"),
 )
 
 
@@ -57,7 +46,7 @@ def freeze(name: str, value: object, owner: type, module: nn.Module | None = Non
         return (functools.partial, function, arguments, keywords)
     if isinstance(value, types.MethodType) and value.__self__ is module:
         return (types.MethodType, value.__func__)
-    if isinstance(value, types.BuiltinFunctionType):
+    if isinstance(value, types.BuiltinFunctionType) and value in _HARMLESS:
         return (types.FunctionType, value)
     if isinstance(value, types.FunctionType) and not value.__closure__:
         return (types.FunctionType, value)
@@ -66,9 +55,14 @@ def freeze(name: str, value: object, owner: type, module: nn.Module | None = Non
     )
 
 
-def check_class(cls: type[nn.Module], options: dict[str, Any]) -> None:
-    """Refuse a class with more to it than ``forward(x)``: other arguments, methods, state, side effects."""
-    for base in _own_classes(cls):
+def check_class(cls: type[nn.Module], options: Mapping[str, Any], attributes: Iterable[str]) -> Reader:
+    """Refuse a class with more to it than ``forward(x)``: other arguments, methods, state, side effects.
+
+    ``options`` are those of its instances, harmless, and ``attributes`` the names of its parameters and buffers.
+    Returns what reads the code that is found to run; the forward's own has been read.
+    """
+    own = _own_classes(cls)
+    for base in own:
         for name, value in vars(base).items():
             if name in _PLAIN_CLASS_ATTRIBUTES:
                 continue
@@ -84,11 +78,11 @@ def check_class(cls: type[nn.Module], options: dict[str, Any]) -> None:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if [p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters] != [True]:
         raise Unprovable(f"{describe(cls)}.forward takes other arguments than one tensor")
-    reader = _Reader(cls)
-    if not cls.forward.__module__.startswith("torch.nn.modules."):
-        reader.read(cls.forward)
-    for value in options.values():
-        reader.read(value)
+    if not isinstance(cls.forward, types.FunctionType):
+        raise Unprovable(f"{describe(cls)}.forward is a {type(cls.forward).__name__}")
+    reader = Reader(cls, own, options, attributes)
+    reader.read({cls.forward.__code__})
+    return reader
 
 
 def _own_classes(cls: type[nn.Module]) -> list[type]:
@@ -99,36 +93,55 @@ def _own_classes(cls: type[nn.Module]) -> list[type]:
     return own
 
 
-class _Reader:
-    """Reads functions, and those of the class and of its module that they refer to."""
+class Reader:
+    """Reads code, and refuses what may do more than compute on its arguments."""
 
-    def __init__(self, cls: type[nn.Module]) -> None:
-        self.cls, self.own, self.seen = cls, _own_classes(cls), set[int]()
+    def __init__(
+        self, cls: type[nn.Module], own: list[type], options: Mapping[str, Any], attributes: Iterable[str]
+    ) -> None:
+        self.cls, self.own = cls, own
+        self.attributes = {
+            "forward",
+            "training",
+            *options,
+            *attributes,
+            *(name for c in own for name in vars(c)),
+        }
+        self.functions: dict[types.CodeType, types.FunctionType] = {}  # that are referred to
+        self.seen = set[types.CodeType]()
+        for value in (*options.values(), *(value for c in own for value in vars(c).values())):
+            self._refer(value)
+
+    def _refer(self, value: Any) -> None:
+        """Note what functions there are. torch's own and ours need no reading."""
+        if isinstance(value, (functools.partial, types.MethodType, staticmethod, classmethod)):
+            self._refer(value.func if isinstance(value, functools.partial) else value.__func__)
+        elif isinstance(value, property):
+            self._refer(value.fget)
+        elif isinstance(value, types.FunctionType) and not _of_torch(value.__module__):
+            self.functions[value.__code__] = value
 
     def refuse(self, why: str) -> None:
         raise Unprovable(f"{describe(self.cls)}.forward {why}")
 
-    def read(self, value: Any) -> None:
-        while isinstance(value, (functools.partial, types.MethodType, staticmethod, classmethod, property)):
-            if isinstance(value, property):
-                value = value.fget
-            else:
-                value = value.func if isinstance(value, functools.partial) else value.__func__
-        if not callable(value) or value in _HARMLESS or id(value) in self.seen:
-            return
-        if not isinstance(value, types.FunctionType) or value.__module__.partition(".")[0] == "torch":
-            self.refuse(f"calls {getattr(value, '__name__', type(value).__name__)}")
-        self.seen.add(id(value))
-        for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
-            freeze(f"a default of {value.__name__}", default, self.cls)
-        self._read_code(value.__code__, value.__globals__)
+    def read(self, ran: set[types.CodeType]) -> None:
+        """Read what of the code that ran has been referred to: other code ran for reasons around us, or is torch's."""
+        while unread := (ran & self.functions.keys()) - self.seen:
+            for code in unread:
+                function = self.functions[code]
+                for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+                    freeze(f"a default of {function.__name__}", default, self.cls)
+                    self._refer(default)
+                self._read(code, function.__globals__)
 
-    def _read_code(self, code: types.CodeType, names: dict[str, Any]) -> None:
+    def _read(self, code: types.CodeType, names: dict[str, Any]) -> None:
+        self.seen.add(code)
         if set(code.co_freevars) - {"__class__"}:
             self.refuse("is a closure: it may depend on what surrounds it")
         if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
             self.refuse("is a generator or coroutine")
-        instructions = list(dis.get_instructions(code))
+        instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
+        resolved = 0  # instructions before this one have been looked at
         for here, instruction in enumerate(instructions):
             name, argument = instruction.opname, instruction.argval
             if name in ("STORE_ATTR", "DELETE_ATTR"):
@@ -138,53 +151,44 @@ class _Reader:
             if name in ("SETUP_FINALLY", "SETUP_WITH", "BEFORE_WITH", "PUSH_EXC_INFO", "WITH_EXCEPT_START"):
                 self.refuse("has a with or try statement: it may depend on modes or errors")
             if name in ("LOAD_GLOBAL", "LOAD_NAME"):
-                self._read_global(argument, names, _attributes(instructions[here + 1 :]))
-            if name in _ATTRIBUTE_LOADS:
+                chain = itertools.takewhile(lambda i: i.opname in _ATTRIBUTE_LOADS, instructions[here + 1 :])
+                resolved = here + 1 + self._read_global(argument, names, [i.argval for i in chain])
+            elif name in _ATTRIBUTE_LOADS and here >= resolved:
                 self._read_attribute(argument)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
-                self._read_code(constant, names)
+                self._read(constant, names)
 
-    def _read_global(self, name: str, names: dict[str, Any], attributes: Iterator[str]) -> None:
+    def _read_global(self, name: str, names: dict[str, Any], attributes: list[str]) -> int:
+        """Of a name, with the attributes taken of it; returns how many of these belong to a module's name."""
         builtins = names["__builtins__"]
         known = names if name in names else builtins if isinstance(builtins, dict) else vars(builtins)
-        if name not in known:
-            self.refuse(f"refers to {name}, which does not exist")
-        value: Any = known[name]
-        while isinstance(value, types.ModuleType):
-            attribute = next(attributes, None)
-            if attribute is None or not hasattr(value, attribute):
-                self.refuse(f"refers to the module {name}")
-            value, name = getattr(value, str(attribute)), f"{name}.{attribute}"
-        if (isinstance(value, Hashable) and value in _HARMLESS) or isinstance(value, torch.dtype):
-            return
-        if isinstance(value, (float, str)) or type(value) is int:  # True is an int too, and a flag
-            return
-        if value is Tensor or (isinstance(value, type) and value.__module__.startswith("torch.nn.modules.")):
-            return
-        if getattr(math, getattr(value, "__name__", ""), None) is value or value in self.own:
-            return
-        if isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] != "torch":
-            return self.read(value)
-        self.refuse(f"refers to {name}, so that it may depend on more than its input")
+        value, used = known.get(name), 0
+        while isinstance(value, types.ModuleType) and used < len(attributes):
+            name, value, used = f"{name}.{attributes[used]}", getattr(value, attributes[used], None), used + 1
+        constant = isinstance(value, (float, str, torch.dtype)) or type(value) is int  # True is a flag
+        module = getattr(value, "__module__", None)
+        function = isinstance(value, types.FunctionType) and not _of_torch(module)  # is read if it runs
+        layer = isinstance(value, type) and str(module).startswith("torch.nn.modules.")
+        known_one = isinstance(value, Hashable) and (
+            value in _HARMLESS or value in self.own or value is Tensor
+        )
+        of_math = value is not None and getattr(math, getattr(value, "__name__", ""), None) is value
+        if not (constant or function or layer or known_one or of_math):
+            self.refuse(f"refers to {name}, so that it may depend on more than its input")
+        self._refer(value)
+        return used
 
     def _read_attribute(self, name: str) -> None:
-        if name.startswith("__"):
-            self.refuse(f"refers to {name}")
-        for base in self.own:
-            if name in vars(base):
-                self.read(vars(base)[name])
-        module_method: Callable[..., Any] | None = getattr(nn.Module, name, None)
-        if callable(module_method) and name != "forward" and name not in _CAST_METHODS:
-            self.refuse(f"calls the module's {name}")
+        """Of anything but a module: of a tensor (observed) or of the instance; nothing else is at hand."""
+        if name in self.attributes or name in _CAST_METHODS:
+            return
+        if name.startswith("__") or not hasattr(Tensor, name) or callable(getattr(nn.Module, name, None)):
+            self.refuse(f"refers to an attribute {name}")
+
+
+def _of_torch(module: str | None) -> bool:
+    return str(module).partition(".")[0] in ("torch", "pyckpt")
 
 
 _ATTRIBUTE_LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
-
-
-def _attributes(instructions: list[dis.Instruction]) -> Iterator[str]:
-    for instruction in instructions:
-        if instruction.opname in _ATTRIBUTE_LOADS:
-            yield instruction.argval
-        elif instruction.opname not in ("CACHE", "EXTENDED_ARG"):
-            return
