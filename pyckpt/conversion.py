@@ -151,7 +151,8 @@ def _planned_rows(path: str, module: nn.Module, target: Target) -> Iterator[tupl
         for name, function in target.attributes.items():
             yield _join(path, name), _function_name(vars(module)[name]), _function_name(function)
         return
-    new = describe(target.cls) + (f" ({target.note})" if target.note else "")
+    recipe = {name: value for name, value in target.attributes.items() if name == "_pyckpt_norm"}
+    new = describe(target.cls) + (f" ({target.note})" if target.note else _options_text(recipe))
     yield path, describe(type(module)), new
 
 

@@ -114,7 +114,7 @@ class Gelu3(nn.GELU):
         return 3 * super().forward(x)
 
 
-WIDTH = 10
+WIDTH = 12
 
 
 class Norm(nn.Module):
@@ -123,6 +123,16 @@ class Norm(nn.Module):
     def __init__(self, eps=1e-3):
         super().__init__()
         self.weight, self.variance_epsilon = nn.Parameter(randn(WIDTH, seed=5)), eps
+
+
+class GemmaNorm(Norm):
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def forward(self, x):
+        output = self._norm(x.float())
+        output = output * (1.0 + self.weight.float())
+        return output.type_as(x)
 
 
 # Activation classes of other libraries. Their names mislead on purpose: what counts is what they compute.
@@ -170,4 +180,4 @@ class KeepsMethod(nn.Module):
 
 def mixed_model():
     foreign = [TanhOrScaled(1.0), ElsewhereGelu(), KeepsMethod(True)]
-    return nn.Sequential(Block(), nn.Linear(12, 12), *foreign, pyckpt.nn.LayerNorm(12)).eval()
+    return nn.Sequential(Block(), nn.Linear(12, 12), *foreign, pyckpt.nn.LayerNorm(12), GemmaNorm()).eval()

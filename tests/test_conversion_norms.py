@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from _conversion import WIDTH, Norm, Widened, assert_equivalent, randn, run
+from _conversion import WIDTH, GemmaNorm, Norm, Widened, assert_equivalent, randn, run
 from torch import nn
 
 import pyckpt
@@ -21,16 +21,6 @@ class LlamaLike(Norm):
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
         hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
         return self.weight * hidden_states.to(input_dtype)
-
-
-class GemmaLike(Norm):
-    def _norm(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-
-    def forward(self, x):
-        output = self._norm(x.float())
-        output = output * (1.0 + self.weight.float())
-        return output.type_as(x)
 
 
 class T5Like(Norm):
@@ -122,7 +112,7 @@ class SameRMSNorm(nn.RMSNorm):
 # class -> (what it becomes, part of the report, shape of an input)
 NORMS = [
     (LlamaLike, ConvertedNorm, "(rms_norm, dtype='promoted')", (3, 4, WIDTH)),
-    (GemmaLike, ConvertedNorm, "(rms_norm, offset=1.0, dtype='input')", (3, 4, WIDTH)),
+    (GemmaNorm, ConvertedNorm, "(rms_norm, offset=1.0, dtype='input')", (3, 4, WIDTH)),
     (T5Like, ConvertedNorm, "(rms_norm, dtype='weight')", (3, 4, WIDTH)),
     (Bare, ConvertedNorm, "(rms_norm, dtype='input')", (3, 7)),
     (Shifting, ConvertedNorm, "(layer_norm, dtype='promoted')", (12, WIDTH)),
@@ -215,16 +205,16 @@ def test_eps_is_read_where_the_original_reads_it():
 
 
 def test_converted_norms_are_copied_pickled_compiled_and_reset():
-    model = nn.Sequential(LlamaLike(), GemmaLike(), Shifting(), OnePlus())
+    model = nn.Sequential(LlamaLike(), GemmaNorm(), Shifting(), OnePlus())
     want = run(pyckpt.convert(model), randn(4, WIDTH))
     for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert all(torch.equal(a, b) for a, b in zip(run(clone, randn(4, WIDTH)), want, strict=True))
-        assert [type(m) for m in pyckpt.revert(clone)] == [LlamaLike, GemmaLike, Shifting, OnePlus]
+        assert [type(m) for m in pyckpt.revert(clone)] == [LlamaLike, GemmaNorm, Shifting, OnePlus]
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(randn(4, WIDTH)), want[0], rtol=1e-5, atol=1e-5)
     torch._dynamo.reset()
-    assert "rms_norm, (10,), eps=0.001" in repr(model[0])
+    assert "rms_norm, (12,), eps=0.001" in repr(model[0])
     model[1].reset_parameters()
     model[2].reset_parameters()
     assert not model[1].weight.any() and (model[2].gamma == 1).all() and not model[2].beta.any()
@@ -238,3 +228,43 @@ def test_the_number_of_dimensions_that_the_original_takes():
         with pytest.raises(RuntimeError, match="4 dimensions"):
             norm(randn(2, WIDTH, 3))
     assert moving(randn(2, WIDTH, 3)).shape == (2, WIDTH, 3)
+
+
+@pytest.mark.parametrize("make", [LlamaLike, GemmaNorm, T5Like, Shifting, Float32])
+def test_under_autocast_the_dtypes_stay(make):
+    original, x = make(), randn(3, WIDTH)
+    converted = pyckpt.convert(copy.deepcopy(original))
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16):
+            got, want = converted(x.to(dtype)), original(x.to(dtype))
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+
+
+def test_transforms_of_converted_norms():
+    norm, original = pyckpt.convert(GemmaNorm()), GemmaNorm()
+    x, tangent = randn(3, WIDTH), randn(3, WIDTH, seed=1)
+
+    def loss(module, parameters, row):
+        return torch.func.functional_call(module, parameters, (row,)).square().sum()
+
+    for transform in (torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f), (None, 0))):
+        rows = x if transform is not torch.func.grad else x[0]
+        got, want = (
+            transform(lambda p, row, m=m: loss(m, p, row))(dict(m.named_parameters()), rows)
+            for m in (norm, original)
+        )
+        torch.testing.assert_close(got["weight"], want["weight"], rtol=1e-5, atol=1e-5)
+    got, want = (torch.func.jvp(m, (x,), (tangent,)) for m in (norm, original))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_buffers_are_not_looked_at_and_stay():
+    class Weightless(Bare):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("weight", torch.ones(3), persistent=False)
+
+    norm = Weightless()
+    buffer = norm.weight
+    assert type(pyckpt.convert(norm)) is ConvertedNorm and norm.weight is buffer

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .base import Unprovable, describe
 from .recording import ELEMENTWISE, NORMALISING
 
-_BUILTINS = frozenset({super, float, int, bool, tuple, isinstance, getattr, abs})
+_BUILTINS = frozenset({super, float, int, bool, tuple, isinstance, abs})
 _HARMLESS = ELEMENTWISE | NORMALISING | _BUILTINS
 _CAST_METHODS = frozenset({"float", "double", "half", "bfloat16", "to", "type"})  # of Tensor and of Module
 
@@ -148,7 +148,14 @@ class Reader:
                 self.refuse(f"changes its own attributes ({argument})")
             if name.startswith(("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_SUBSCR", "DELETE_SUBSCR", "IMPORT_")):
                 self.refuse("changes or imports something")
-            if name in ("SETUP_FINALLY", "SETUP_WITH", "BEFORE_WITH", "PUSH_EXC_INFO", "WITH_EXCEPT_START"):
+            if name in (
+                "SETUP_FINALLY",
+                "SETUP_WITH",
+                "BEFORE_WITH",
+                "LOAD_SPECIAL",
+                "PUSH_EXC_INFO",
+                "WITH_EXCEPT_START",
+            ):
                 self.refuse("has a with or try statement: it may depend on modes or errors")
             if name in ("LOAD_GLOBAL", "LOAD_NAME"):
                 chain = itertools.takewhile(lambda i: i.opname in _ATTRIBUTE_LOADS, instructions[here + 1 :])
