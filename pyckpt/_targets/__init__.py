@@ -125,7 +125,7 @@ _NAMES = re.compile(
 
 def _expected(name: str, module: nn.Module) -> bool:
     """Would a reader of the report look for this one? By name; modules with children are blocks."""
-    return not module._modules.keys() - {"parametrizations"} and bool(
+    return set(module._modules.keys()) <= {"parametrizations"} and bool(
         _NAMES.search(name) or re.search(r"(^|[a-z_])Act($|[A-Z_\d])", name)
     )
 

@@ -2,7 +2,7 @@
 
 The forward is recorded (recording.py): algebraic operations, means and casts, nothing else. In exact arithmetic,
 that is in float64 with casts left out, it must give a LayerNorm or RMSNorm of its input, values and gradients, for
-rows from 1e-9 to 1e4 and random parameters. The search for eps, offset and so on is by trial; eps is followed
+rows from 1e-30 to 1e30 and random parameters. The search for eps, offset and so on is by trial; eps is followed
 where an attribute governs it. In every combination of dtypes it must then make the same calls, which leaves
 rounding, and the dtype of the result, as the only differences.
 """
@@ -107,7 +107,10 @@ def _served(
 def _candidates(subject: Subject, record: Record) -> Iterator[fused.NormRecipe]:
     roles = [(*order, None, None)[:2] for order in itertools.permutations(subject.shapes)]
     eps: list[str | float] = [
-        k for k, v in subject.options.items() if type(v) in (int, float) or (v is None and k == "eps")
+        name
+        for name, value in subject.options.items()
+        if (isinstance(value, (int, float)) and not isinstance(value, bool))
+        or (value is None and name == "eps")
     ]
     eps += record.constants()
     for function, (weight, bias), value in itertools.product(("rms_norm", "layer_norm"), roles, eps):
@@ -163,7 +166,7 @@ def _checked(subject: Subject, recipe: fused.NormRecipe, inputs: list[Tensor]) -
 
 # Of rows: where eps does nothing, something and everything. Each rank takes its own four (few, so that torch does
 # not spread them over threads, which would cost more than it saves).
-_SCALES = (0.0, 1e-4, 1e4, 1e-9, 1.0, 1e-3, 1e-6, 1e-2, 10.0, 0.1, 1e-5, 100.0)
+_SCALES = (0.0, 1e-4, 1e30, 1e-30, 1.0, 1e-3, 1e-6, 1e-2, 10.0, 0.1, 1e-5, 1e4)
 
 
 def _rows(size: tuple[int, ...], dims: int, channels_first: bool) -> Tensor:

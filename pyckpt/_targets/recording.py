@@ -138,7 +138,7 @@ class Record(TorchFunctionMode):
 
         def numbers(symbol: Any) -> Iterator[float]:
             if isinstance(symbol, tuple):
-                if len(symbol) == 2 and symbol[0] is float:
+                if len(symbol) == 2 and isinstance(symbol[1], float):
                     yield symbol[1]
                 for part in symbol:
                     yield from numbers(part)
