@@ -32,15 +32,14 @@ def verify_swap(
 ) -> None:
     """Compare old and new class on copies of ``module``; raise :class:`ConversionError` if they differ.
 
-    Twice: in float64 without casts to float32 on the CPU, where another function cannot hide behind rounding, and in the module's
-    dtype on its device, where the new class may be as far from the float64 values as the old one, plus a
-    tenth and four units in the last place.
+    Twice: in float64 on the CPU, casts to float32 left out, where another function cannot hide behind rounding;
+    and in the module's dtype on its device, where the new class may be as far from the float64 values as the old
+    one, plus a tenth and four units in the last place.
     """
     what = f"pyckpt.convert: {path} ({describe(type(module))} -> {describe(target.cls)})"
-    name = (
-        next(iter(target.attributes), "") if target.cls is type(module) else ""
-    )  # a function that is replaced
-    if name:
+    name = ""  # of the attribute that is replaced, where it is not the class
+    if target.cls is type(module):
+        (name,) = target.attributes
         what = f"pyckpt.convert: {path}.{name}"
     device, dtype = place_of(module) or place
     device = torch.device("cpu") if device.type == "meta" else device

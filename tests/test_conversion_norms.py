@@ -268,3 +268,28 @@ def test_buffers_are_not_looked_at_and_stay():
     norm = Weightless()
     buffer = norm.weight
     assert type(pyckpt.convert(norm)) is ConvertedNorm and norm.weight is buffer
+
+
+def test_a_changed_method_constant_or_size_is_proven_anew(monkeypatch):
+    class Configured(GemmaNorm):
+        factor = 1.0
+
+        def forward(self, x):
+            return self.factor * super().forward(x)
+
+    assert type(pyckpt.convert(Configured())) is ConvertedNorm
+    monkeypatch.setattr(Configured, "factor", 2.0)
+    assert type(pyckpt.convert(Configured())) is Configured
+    monkeypatch.setattr(Configured, "factor", 1.0)
+    assert type(pyckpt.convert(Configured())) is ConvertedNorm
+    monkeypatch.setattr(GemmaNorm, "_norm", lambda self, x: x)
+    assert type(pyckpt.convert(Configured())) is Configured
+
+    class ForTwelve(Norm):
+        def forward(self, x):
+            return self.weight * x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) / 12 + self.variance_epsilon)
+
+    assert type(pyckpt.convert(ForTwelve())) is ConvertedNorm
+    wider = ForTwelve()
+    wider.weight = nn.Parameter(randn(13))
+    assert type(pyckpt.convert(wider)) is ForTwelve

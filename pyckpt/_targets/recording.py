@@ -53,7 +53,7 @@ class Record(TorchFunctionMode):
 
     Args:
         forward: whose doing is observed; named in refusals.
-        roots: the tensors that it may start from, by name.
+        roots: the tensors that it may start from, by name: ``input`` and parameters.
         allowed: the functions that it may call on tensors made from these.
         exact: do not round: casts of float64 to float32 are left out, as if arithmetic were exact.
 
@@ -68,7 +68,8 @@ class Record(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.forward, self.allowed, self.exact = forward, allowed, exact
-        self.symbols: dict[int, str | int] = {id(tensor): name for name, tensor in roots.items()}
+        self.parameters = roots.keys() - {"input"}
+        self.symbols: dict[int, Any] = {id(tensor): name for name, tensor in roots.items()}
         self.dtypes = {tensor.dtype for tensor in roots.values()} | {torch.float32, torch.float64}
         self.kept: list[Tensor] = list(roots.values())  # so that no id is used twice
         self.calls: list[tuple[Any, ...]] = []
@@ -82,7 +83,7 @@ class Record(TorchFunctionMode):
             return func(*args)
         if func in _CASTS:
             return self._cast(func, args, kwargs)
-        reshapes_parameter = func in _OF_PARAMETERS and isinstance(self.symbol(args[0]), str)
+        reshapes_parameter = func in _OF_PARAMETERS and self.symbol(args[0]) in self.parameters
         if (func not in self.allowed and not reshapes_parameter) or "out" in kwargs:
             raise Unprovable(f"{self.forward} uses {_label(func)}, {_objection(func)}")
         call = (func.__name__, self.symbol(args), self.symbol(tuple(sorted(kwargs.items()))))
@@ -102,8 +103,10 @@ class Record(TorchFunctionMode):
     def _cast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         symbol = self.symbol(args[0])
         for given in (*args[1:], *kwargs.values()):
-            if not isinstance(given, torch.dtype):
-                self.symbol(given) if isinstance(given, Tensor) else self._refuse_cast(func)
+            if isinstance(given, Tensor):
+                self.symbol(given)  # refuses one from elsewhere
+            elif not isinstance(given, torch.dtype):
+                self._refuse_cast(func)
         result = func(*args, **kwargs)
         if result.dtype not in self.dtypes:
             self._refuse_cast(func)

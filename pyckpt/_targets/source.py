@@ -93,6 +93,19 @@ def _own_classes(cls: type[nn.Module]) -> list[type]:
     return own
 
 
+def members(cls: type[nn.Module]) -> Hashable:
+    """Equal as long as nobody replaces a method or a constant of the class."""
+    return tuple(
+        (
+            name,
+            type(value),
+            value if isinstance(value, (types.FunctionType, bool, int, float, str)) else id(value),
+        )
+        for base in _own_classes(cls)
+        for name, value in vars(base).items()
+    )
+
+
 class Reader:
     """Reads code, and refuses what may do more than compute on its arguments."""
 

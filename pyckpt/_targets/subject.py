@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .base import Unprovable, describe
 from .recording import Record, plain
-from .source import Reader, check_class, freeze
+from .source import Reader, check_class, freeze, members
 
 _MODULE_STATE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 
@@ -40,7 +40,7 @@ class Subject:
         frozen = [
             (name, freeze(name, value, self.cls, module)) for name, value in sorted(self.options.items())
         ]
-        self.key = (self.cls.forward, tuple(frozen), tuple(self.shapes.items()))
+        self.key = (tuple(frozen), tuple(self.shapes.items()), members(self.cls))
 
     def check_class(self) -> None:
         self.reader: Reader = check_class(self.cls, self.options, (*self.parameters, *self.buffers))
