@@ -225,6 +225,33 @@ class TwoSizes(Plain):
         self.extra = nn.Parameter(torch.ones(3))
 
 
+class Calls:
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, x):
+        self.count += 1
+        return rms(x)
+
+
+class ClassCallable(Norm):
+    _norm = Calls()
+
+    def forward(self, x):
+        return self._norm(x) * self.weight
+
+
+class StaticCallable(ClassCallable):
+    _norm = staticmethod(Calls())
+
+
+class ClassList(Norm):
+    _seen = []  # noqa: RUF012
+
+    def forward(self, x):
+        return rms(x) * self.weight
+
+
 class OtherReset(Plain):
     def reset_parameters(self):
         nn.init.zeros_(self.weight)
@@ -277,6 +304,9 @@ LOOK_ALIKES = [
     (closure(), "is a closure"),
     (Holding, "holds a Tensor"),
     (Buffered, "neither its input nor a parameter"),
+    (ClassCallable, "holds a Calls in attribute '_norm'"),
+    (StaticCallable, "holds a Calls in attribute '_norm'"),
+    (ClassList, "holds a list in attribute '_seen'"),
     (TwoSizes, "parameters of several shapes"),
     (OtherReset, "reset_parameters of its own"),
     (Extended, "more to it than forward: flops"),

@@ -3,6 +3,8 @@
 import copy
 import itertools
 import pickle
+import random
+import sys
 
 import pytest
 import torch
@@ -241,6 +243,7 @@ def test_under_autocast_the_dtypes_stay(make):
         torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # by torch itself
 def test_transforms_of_converted_norms():
     norm, original = pyckpt.convert(GemmaNorm()), GemmaNorm()
     x, tangent = randn(3, WIDTH), randn(3, WIDTH, seed=1)
@@ -293,3 +296,26 @@ def test_a_changed_method_constant_or_size_is_proven_anew(monkeypatch):
     wider = ForTwelve()
     wider.weight = nn.Parameter(randn(13))
     assert type(pyckpt.convert(wider)) is ForTwelve
+
+
+def test_a_profiler_goes_on_and_collections_do_no_harm():
+    """Observing uses the profiler's hook; code that runs meanwhile on behalf of others is not held against the class."""
+    seen = []
+
+    class FirstSeenHere(GemmaNorm):
+        pass
+
+    class Finalized:
+        def __del__(self):
+            seen.append(random.random())
+
+    def profiler(frame, event, argument):
+        Finalized()
+
+    sys.setprofile(profiler)
+    try:
+        converted = pyckpt.convert(FirstSeenHere())
+        assert sys.getprofile() is profiler
+    finally:
+        sys.setprofile(None)
+    assert type(converted) is ConvertedNorm and seen

@@ -68,12 +68,17 @@ def check_class(cls: type[nn.Module], options: Mapping[str, Any], attributes: It
                 continue
             if hasattr(nn.Module, name):
                 raise Unprovable(f"{describe(cls)} overrides {name}")
-            function = callable(value) or isinstance(value, (property, staticmethod, classmethod))
+            wrapper = isinstance(value, (property, staticmethod, classmethod))
             public = not name.startswith("_") or name.endswith("__")
-            if function and public and name != "reset_parameters":  # whose effect is compared
+            if (
+                (callable(value) or wrapper) and public and name != "reset_parameters"
+            ):  # whose effect is compared
                 raise Unprovable(f"{describe(cls)} has more to it than forward: {name}")
-            if not function:
-                freeze(name, value, cls)
+            inner = (
+                getattr(value, "fget" if isinstance(value, property) else "__func__") if wrapper else value
+            )
+            if not isinstance(inner, types.FunctionType):  # which is read if it runs
+                freeze(name, inner, cls)
     _, *parameters = inspect.signature(cls.forward, follow_wrapped=False).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if [p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters] != [True]:
