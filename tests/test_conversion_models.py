@@ -2,6 +2,8 @@
 
 import collections
 import copy
+import importlib
+import pathlib
 import re
 
 import pytest
@@ -131,6 +133,49 @@ def test_image_models(library, name):
     module = pytest.importorskip(library, reason=reason, exc_type=ImportError)
     make, swapped, left = {"timm": TIMM, "torchvision": TORCHVISION}[library][name]
     assert_converted(*images_model(module, make), swapped, left)
+
+
+@pytest.mark.slow
+def test_every_norm_class_of_transformers():
+    """Those that can be made from a width alone: nearly all are converted, in mixed dtypes too; the others say why."""
+    transformers = pytest.importorskip("transformers")
+    models = pathlib.Path(transformers.__file__).parent / "models"
+    converted, left = 0, {}
+    for file in sorted(models.rglob("modeling_*.py")):
+        names = re.findall(r"^class (\w*(?:RM[Ss]Norm|LayerNorm(?:2d)?))\(", file.read_text(), re.MULTILINE)
+        if not names:
+            continue
+        module = importlib.import_module(
+            ".".join(["transformers.models", *file.relative_to(models).with_suffix("").parts])
+        )
+        for cls in (getattr(module, name) for name in names):
+            try:
+                norm = cls(16)  # the width, or where there is no weight, eps
+            except (TypeError, AttributeError):
+                continue  # wants a configuration
+            if next(norm.children(), None) is not None:
+                continue
+            for parameter in norm.parameters():
+                parameter.data = 1 + 0.3 * torch.randn(16)
+            original = copy.deepcopy(norm)
+            pyckpt.convert(norm)
+            if type(norm) is type(original):
+                left[cls.__name__] = pyckpt.report(norm).left[""]
+                continue
+            converted += 1
+            x = torch.randn(3, 16, 5, 16)  # 16 channels first or last
+            for dtype in (torch.float32, torch.bfloat16):
+                try:
+                    want = original(x.to(dtype))
+                except RuntimeError:
+                    continue
+                with Widened():
+                    exact = copy.deepcopy(original).double()(x.to(dtype).double())
+                got, ulps = norm(x.to(dtype)), 4 * torch.finfo(dtype).eps * float(exact.abs().max())
+                assert got.dtype == want.dtype and got.shape == want.shape, cls
+                assert (got - exact).abs().max() <= 1.1 * (want - exact).abs().max() + ulps, cls
+    assert converted > 200 and len(left) < 10, left
+    assert all(len(reason) > 20 for reason in left.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
