@@ -12,16 +12,18 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from . import backends
+from . import functional as fused_functions
 from ._targets import FUSED_CLASSES, Target, classify, describe
+from ._verify import ConversionError, place_of, verify_swap
 
 __all__ = ["ConversionError", "Report", "convert", "report", "revert"]
 
@@ -29,31 +31,30 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 # What a swapped module remembers, under one name in its __dict__ (which repr, state_dict and named_* do not
 # show, and which deepcopy, pickle and DataParallel's replicas carry along): (original class, names of
-# attributes added, {attribute: method}). A plain tuple, so that a pickled model depends on no private class
-# of ours.
+# attributes added, {attribute: method}, {attribute replaced: original}). A plain tuple, so that a pickled
+# model depends on no private class of ours.
 _MARK = "_pyckpt_original"
-
-
-class ConversionError(RuntimeError):
-    """``convert(model, verify=True)`` found a module whose fused counterpart computes something else."""
 
 
 def convert(model: ModuleT, *, verify: bool = False) -> ModuleT:
     """Swap the layers of ``model`` that pyckpt has fused, in place, and return the model.
 
     Swapped are modules whose type is exactly ``torch.nn.GELU``, ``SiLU``, ``ReLU``, ``LayerNorm``,
-    ``RMSNorm``, ``Dropout`` or ``Softmax``, and activation classes of other libraries (Hugging Face's
-    ``GELUActivation``, ``NewGELUActivation``...) that are proven, by recording and probing their forward in
-    float64, to compute GELU (erf or tanh), SiLU or ReLU. Subclasses and modules with a forward of their own,
-    parametrized, quantized, TorchScript or already sharded (``fully_shard``) modules are left; :func:`report`
-    says which and why. Converting twice changes nothing. A compiled model is converted inside its wrapper,
-    and recompiles at its next call.
+    ``RMSNorm``, ``Dropout`` or ``Softmax``, the activation function of torch's Transformer layers, and activation
+    and norm classes of other libraries (Hugging Face's ``NewGELUActivation``, ``LlamaRMSNorm``,
+    ``GemmaRMSNorm``; timm's ``LayerNorm2d``...) that are proven, by reading, recording and probing their forward
+    in float64, to compute GELU (erf or tanh), SiLU, ReLU, LayerNorm or RMSNorm of the last dimensions or of
+    dimension 1, whatever they call eps and weight, with ``weight`` or ``1 + weight``. The result has the dtype
+    that the original gives it. All else is left, as are modules with a forward of their own, parametrized,
+    quantized, TorchScript or already sharded (``fully_shard``) ones; :func:`report` says which and why.
+    Converting twice changes nothing. A compiled model is converted inside its wrapper, and recompiles at its
+    next call.
 
     Modules that two models share are one object: converting or reverting one model does so for both. After
     the swap, modules in training draw other dropout masks than torch.nn would from the same seed, and a
-    Hugging Face activation written out in several operations no longer rounds after each of them (nor, under
-    autocast, returns float32 where ``pow`` would have). ``torch.jit.script`` does not take converted modules;
-    trace, export and compile do.
+    Hugging Face activation or norm written out in several operations no longer rounds after each of them (nor,
+    under autocast, returns float32 where ``pow`` would have; a norm that computes in float32 does so in float64
+    for float64 input). ``torch.jit.script`` does not take converted modules; trace, export and compile do.
 
     Args:
         model: any module; a bare ``nn.LayerNorm`` too.
@@ -77,9 +78,9 @@ def convert(model: ModuleT, *, verify: bool = False) -> ModuleT:
     root = _unwrap(model)
     swaps = [(path, module, to) for path, module, to in _decisions(root) if isinstance(to, Target)]
     if verify:
-        place = _place(root) or (torch.device("cpu"), torch.get_default_dtype())
+        place = place_of(root) or (torch.device("cpu"), torch.get_default_dtype())
         for path, module, target in swaps:  # all of them, before the first is swapped
-            _verify(path, module, target, place)
+            verify_swap(_name(path), module, target, place)
     for _, module, target in swaps:
         _swap(module, target)
     return model
@@ -99,13 +100,11 @@ def revert(model: ModuleT) -> ModuleT:
     for path, module in _unwrap(model).named_modules():
         if _MARK not in vars(module):
             continue
-        if type(module) in FUSED_CLASSES and "forward" not in vars(module):
+        if then := _changed_since(module):
+            text = f"pyckpt.revert: {_name(path)} was converted, then {then}. It is left so; undo that first."
+            warnings.warn(text, stacklevel=2)
+        else:
             _restore(module)
-            continue
-        ours = type(module) in FUSED_CLASSES
-        then = "was given a forward of its own" if ours else f"became a {describe(type(module))}"
-        text = f"pyckpt.revert: {_name(path)} was converted, then {then}. It is left so; undo that first."
-        warnings.warn(text, stacklevel=2)
     return model
 
 
@@ -123,23 +122,51 @@ def report(model: nn.Module) -> Report:
     for path, module, verdict in _decisions(_unwrap(model)):
         mark = vars(module).get(_MARK)
         if mark is not None:
-            options = ", ".join(
-                f"{name}={getattr(module, name)!r}" for name in mark[1] if getattr(module, name)
-            )
-            new = describe(type(module)) + (f"({options})" if options else "")
-            result.swapped[path] = f"{describe(mark[0])} -> {new}"
+            result.swapped.update(_swapped_rows(path, module, mark))
         elif type(module) in FUSED_CLASSES:
             result.native[path] = describe(type(module))
         elif isinstance(verdict, Target):
-            new = describe(verdict.cls) + (f" ({verdict.note})" if verdict.note else "")
-            result.left[path] = f"not converted: {describe(type(module))} would become {new}"
+            for where, old, new in _planned_rows(path, module, verdict):
+                result.left[where] = f"not converted: {old} would become {new}"
         elif verdict is not None:
             result.left[path] = verdict
         else:
             for name, function in _plain_functions(module):
-                where = f"{path}.{name}" if path else name
-                result.left[where] = f"{function}: a function, not a module; it cannot be swapped"
+                reason = f"{function}: a function, not a module; only torch's Transformer layers' is swapped"
+                result.left[_join(path, name)] = reason
     return result
+
+
+def _swapped_rows(path: str, module: nn.Module, mark: tuple[Any, ...]) -> dict[str, str]:
+    original, added, _, replaced = mark
+    if replaced:
+        new = {name: _function_name(vars(module)[name]) for name in replaced}
+        return {_join(path, name): f"{_function_name(old)} -> {new[name]}" for name, old in replaced.items()}
+    options = {name: getattr(module, name) for name in added}
+    return {path: f"{describe(original)} -> {describe(type(module))}{_options_text(options)}"}
+
+
+def _planned_rows(path: str, module: nn.Module, target: Target) -> Iterator[tuple[str, str, str]]:
+    if target.cls is type(module):
+        for name, function in target.attributes.items():
+            yield _join(path, name), _function_name(vars(module)[name]), _function_name(function)
+        return
+    recipe = {name: value for name, value in target.attributes.items() if name == "_pyckpt_norm"}
+    new = describe(target.cls) + (f" ({target.note})" if target.note else _options_text(recipe))
+    yield path, describe(type(module)), new
+
+
+def _options_text(options: dict[str, Any]) -> str:
+    recipe = options.get("_pyckpt_norm")
+    if recipe is not None:
+        default = type(recipe)._field_defaults
+        kept = ("offset", "channels_first", "dtype")
+        shown = [
+            f"{name}={getattr(recipe, name)!r}" for name in kept if getattr(recipe, name) != default[name]
+        ]
+        return f"({', '.join([recipe.function, *shown])})"
+    text = ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
+    return f"({text})" if text else ""
 
 
 @dataclass(frozen=True)
@@ -212,29 +239,40 @@ def _unwrap(model: nn.Module) -> nn.Module:
 def _decisions(root: nn.Module) -> Iterator[tuple[str, nn.Module, Target | str | None]]:
     float64 = any(p.dtype == torch.float64 for p in root.parameters())
     for path, module in root.named_modules():
-        yield path, module, None if type(module) in FUSED_CLASSES else classify(module, float64=float64)
+        done = _MARK in vars(module) or type(module) in FUSED_CLASSES
+        yield path, module, None if done else classify(module, float64=float64)
 
 
 def _name(path: str) -> str:
     return path or "(the model itself)"
 
 
-_PLAIN_FUNCTIONS: dict[int, str] = {
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+_FUNCTION_NAMES: dict[int, str] = {
     id(getattr(owner, name)): f"{owner.__name__}.{name}"
     for owner, names in (
         (F, "gelu silu relu softmax dropout layer_norm rms_norm"),
         (torch, "relu softmax dropout layer_norm rms_norm"),
+        (fused_functions, "gelu silu relu"),
     )
     for name in names.split()
 }
 
 
+def _function_name(function: object) -> str:
+    """``torch.nn.functional.gelu``, also where it is wrapped in a partial; empty for anything else."""
+    return _FUNCTION_NAMES.get(id(function.func if isinstance(function, functools.partial) else function), "")
+
+
 def _plain_functions(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Attributes that hold one of torch's functional layers, as nn.TransformerEncoderLayer's activation."""
+    """Attributes that hold one of torch's functional layers."""
     for name, value in vars(module).items():
-        function = value.func if isinstance(value, functools.partial) else value
-        if id(function) in _PLAIN_FUNCTIONS:
-            yield name, _PLAIN_FUNCTIONS[id(function)]
+        function = _function_name(value)
+        if function and not function.startswith("pyckpt"):
+            yield name, function
 
 
 # ---- swapping ----------------------------------------------------------------------------------------------
@@ -242,18 +280,23 @@ def _plain_functions(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _swap(module: nn.Module, target: Target) -> None:
     state = vars(module)
+    stays = target.cls is type(
+        module
+    )  # then attributes are replaced; else only those that it lacks are added
+    replaced = {name: state[name] for name in target.attributes} if stays else {}
     added = {name: value for name, value in target.attributes.items() if name not in state}
     # A method of the module itself kept as an attribute (GELUActivation.act) is pickled by name, to be looked
     # up in the class at load: by then the class is ours. So keep the name instead.
     methods = {}
-    if target.attributes:  # not one of torch's own classes, whose methods ours inherit
+    if added:  # not one of torch's own classes, whose methods ours inherit
         for name, value in state.items():
             if isinstance(value, types.MethodType) and value.__self__ is module:
                 method = value.__func__.__name__
                 if getattr(type(module), method, None) is value.__func__:
                     methods[name] = method
-    state[_MARK] = (type(module), tuple(added), methods)
-    state.update(added)  # before the class, so that a forward running in another thread finds what it needs
+    state[_MARK] = (type(module), tuple(added), methods, replaced)
+    # Before the class, so that a forward running in another thread finds what it needs.
+    state.update(target.attributes if stays else added)
     module.__class__ = target.cls
     for name in methods:
         del state[name]
@@ -261,114 +304,22 @@ def _swap(module: nn.Module, target: Target) -> None:
 
 def _restore(module: nn.Module) -> None:
     state = vars(module)
-    original, added, methods = state[_MARK]
+    original, added, methods, replaced = state[_MARK]
     for name, method in methods.items():
         state[name] = types.MethodType(getattr(original, method), module)
+    state.update(replaced)
     module.__class__ = original
     for name in (*added, _MARK):
         del state[name]
 
 
-# ---- verifying ---------------------------------------------------------------------------------------------
-
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def _place(module: nn.Module) -> tuple[torch.device, torch.dtype] | None:
-    """Device and dtype of the module's first floating-point tensor."""
-    tensors = (t for t in (*module.parameters(), *module.buffers()) if t.dtype in _FLOATS)
-    return next(((t.device, t.dtype) for t in tensors), None)
-
-
-def _verify(path: str, module: nn.Module, target: Target, place: tuple[torch.device, torch.dtype]) -> None:
-    """Compare old and new class on copies of ``module``; raise :class:`ConversionError` if they differ.
-
-    Twice: in float64 on the CPU, where another function cannot hide behind rounding, and in the module's
-    dtype on its device, where the new class may be as far from the float64 values as the old one, plus a
-    tenth and four units in the last place.
-    """
-    what = f"pyckpt.convert: {_name(path)} ({describe(type(module))} -> {describe(target.cls)})"
-    device, dtype = _place(module) or place
-    device = torch.device("cpu") if device.type == "meta" else device
-    generator = torch.Generator("cpu").manual_seed(0)  # the user's random numbers stay as they are
-    random = functools.partial(torch.randn, generator=generator, dtype=torch.float64, device="cpu")
-    try:
-        with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
-            warnings.simplefilter("ignore")  # nn.Softmax() without dim
-            old = _twin(module, functools.partial(_values, random=random, device=device))
-            x = random(_example_shape(module)).mul_(3.0).to(dtype).to(device)
-            runs = []
-            for before, example in ((_twin(old, _exact), _exact(x)), (old, x)):
-                after = _twin(before, lambda tensor: tensor)
-                vars(after).update(target.attributes)
-                after.__class__ = target.cls
-                runs += [_run(before, example), _run(after, example)]
-    except Exception as error:
-        raise ConversionError(
-            f"{what} could not be verified: {type(error).__name__}: {error}. The model is unchanged. "
-            "Convert it before sharding or wrapping it, or convert without verify."
-        ) from error
-    for name, truth, same, theirs, ours in zip(("output", "gradient"), *runs, strict=True):
-        if (theirs.shape, theirs.dtype) != (ours.shape, ours.dtype):
-            raise ConversionError(
-                f"{what}: the {name} has shape {tuple(ours.shape)} and dtype {ours.dtype}, the original's "
-                f"{tuple(theirs.shape)} and {theirs.dtype}. The model is unchanged; please report this."
-            )
-        finite = truth.isfinite()
-        if not finite.any():
-            continue
-        scale = float(truth[finite].abs().max())
-        errors = (float((_exact(t) - truth)[finite].abs().max()) for t in (same, theirs, ours))
-        error64, error_theirs, error_ours = errors
-        allowed = max(1.1 * error_theirs + 4.0 * torch.finfo(dtype).eps * scale, 1e-12 * scale)
-        if not (error64 <= 1e-7 * scale and error_ours <= allowed):
-            raise ConversionError(
-                f"{what}: on input of shape {tuple(x.shape)} the {name} is off by {error64:.1e} in float64, "
-                f"and by {error_ours:.1e} in {dtype} on {device}, where rounding explains {allowed:.1e}. "
-                "The model is unchanged; please report this."
-            )
-
-
-def _example_shape(module: nn.Module) -> tuple[int, ...]:
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        return (4, *module.normalized_shape)
-    if isinstance(module, nn.Softmax) and module.dim is not None:
-        return (3,) * max(2, module.dim + 1, -module.dim)
-    return (4, 33)
-
-
-def _twin(module: nn.Module, values: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy in evaluation mode, each tensor (weight_norm's plain ones too) replaced by ``values`` of it."""
-    twin = type(module).__new__(type(module))
-    state: dict[str, Any] = {
-        name: values(v) if isinstance(v, Tensor) else v for name, v in vars(module).items()
-    }
-    for group in ("_parameters", "_buffers"):
-        state[group] = {name: None if t is None else values(t) for name, t in state[group].items()}
-    vars(twin).update(state, training=False)
-    return twin
-
-
-def _values(tensor: Tensor, random: Callable[..., Tensor], device: torch.device) -> Tensor:
-    """The tensor's own values; random ones near 1 where it has none here (on the meta device, sharded)."""
-    if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
-        return (1.0 + 0.1 * random(tensor.shape)).to(tensor.dtype).to(device)
-    return tensor.detach().clone()
-
-
-def _exact(tensor: Tensor) -> Tensor:
-    tensor = tensor.cpu()  # first: not every device has float64
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _run(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Forward, past any hooks, and the gradient of a weighted sum of the output with respect to the input."""
-    with torch.autocast(x.device.type, enabled=False):
-        leaf = x.detach().clone().requires_grad_()
-        y = module.forward(leaf * 1.0)  # not a leaf: the module may work in place
-        weights = (
-            torch.linspace(0.0, 7.0, y.numel(), dtype=torch.float64, device="cpu").cos().reshape(y.shape)
-        )
-        (gradient,) = torch.autograd.grad(y, leaf, weights.to(y.dtype).to(y.device))
-    return y.detach(), gradient
+def _changed_since(module: nn.Module) -> str:
+    """What was done to a converted module afterwards, so that it cannot be restored; usually nothing."""
+    original, _, _, replaced = vars(module)[_MARK]
+    if type(module) not in FUSED_CLASSES and not (replaced and type(module) is original):
+        return f"became a {describe(type(module))}"
+    if "forward" in vars(module):
+        return "was given a forward of its own"
+    if not all(_function_name(vars(module).get(name)).startswith("pyckpt") for name in replaced):
+        return "was given another activation"
+    return ""

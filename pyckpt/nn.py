@@ -5,8 +5,10 @@ constructor, attributes, state_dict and repr, and another forward.
 """
 
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import torch
 import torch.nn as _torch_nn
 from torch import Tensor
 
@@ -69,6 +71,85 @@ class Softmax(_torch_nn.Softmax):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.softmax(input, self.dim)
+
+
+class NormRecipe(NamedTuple):
+    """How a :class:`ConvertedNorm` computes ``normalise(x) * (offset + weight) + bias``.
+
+    ``weight``, ``bias`` and ``eps`` are names of attributes, read at each call; ``eps`` may be a number.
+    """
+
+    function: str  # "layer_norm" or "rms_norm"
+    eps: str | float
+    weight: str | None = None
+    bias: str | None = None
+    offset: float = 0.0
+    shape: tuple[int, ...] | None = None  # None: the last dimension, whatever its size
+    channels_first: bool = False  # normalise dimension 1 instead of the last ones
+    rank: int | None = None  # the number of dimensions that an input must have
+    # Of the result: "native" as the function itself gives it, "input", "promoted" (of input and weight), "weight" (where
+    # that has 16 bits, else promoted).
+    dtype: str = "native"
+
+    def result_dtype(self, input: torch.dtype, weight: torch.dtype) -> torch.dtype:
+        """The dtype of the result for those of input and weight (of the input, where there is no weight)."""
+        if self.dtype == "input":
+            return input
+        if self.dtype == "weight" and weight.itemsize == 2:
+            return weight
+        return torch.promote_types(input, weight)
+
+
+class ConvertedNorm(_torch_nn.Module):
+    """A norm of another library after :func:`pyckpt.convert`, which alone makes these: with the parameters and attributes it
+    had, through :func:`pyckpt.functional.rms_norm` or :func:`~pyckpt.functional.layer_norm`."""
+
+    _pyckpt_norm: NormRecipe
+
+    def forward(self, input: Tensor) -> Tensor:
+        recipe = self._pyckpt_norm
+        weight, bias = [
+            None if name is None else getattr(self, name) for name in (recipe.weight, recipe.bias)
+        ]
+        eps = getattr(self, recipe.eps) if isinstance(recipe.eps, str) else recipe.eps
+        if recipe.rank not in (None, input.dim()):
+            raise RuntimeError(
+                f"expected an input of {recipe.rank} dimensions, got one of shape {tuple(input.shape)}"
+            )
+        x = input.movedim(1, -1) if recipe.channels_first else input
+        result = x.dtype
+        if recipe.dtype != "native":  # rounded once, at the end
+            result = recipe.result_dtype(x.dtype, x.dtype if weight is None else weight.dtype)
+            x = x.to(torch.promote_types(x.dtype, result))
+            if recipe.offset or any(p is not None and p.dtype != x.dtype for p in (weight, bias)):
+                wide = torch.promote_types(x.dtype, torch.float32)
+                weight, bias = [None if p is None else p.to(wide) for p in (weight, bias)]
+        if recipe.offset and weight is not None:
+            weight = weight + recipe.offset
+        shape: Sequence[int] = x.shape[-1:] if recipe.shape is None else recipe.shape
+        rms = recipe.function == "rms_norm"
+        y = F.rms_norm(x, shape, weight, eps) if rms else F.layer_norm(x, shape, weight, bias, eps)
+        y = y if recipe.dtype == "native" else y.to(result)
+        return y.movedim(-1, 1) if recipe.channels_first else y
+
+    def reset_parameters(self) -> None:
+        recipe = self._pyckpt_norm
+        if recipe.weight is not None:
+            _torch_nn.init.constant_(getattr(self, recipe.weight), 1.0 - recipe.offset)
+        if recipe.bias is not None:
+            _torch_nn.init.zeros_(getattr(self, recipe.bias))
+
+    def extra_repr(self) -> str:
+        recipe = self._pyckpt_norm
+        eps = getattr(self, recipe.eps) if isinstance(recipe.eps, str) else recipe.eps
+        return f"{recipe.function}, {recipe.shape}, eps={eps}"
+
+
+class ConvertedLayerNorm(_torch_nn.LayerNorm):
+    """:class:`ConvertedNorm` for subclasses of :class:`torch.nn.LayerNorm`: it is one still."""
+
+    _pyckpt_norm: NormRecipe
+    forward = ConvertedNorm.forward
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import pyckpt
 
@@ -41,6 +42,17 @@ def randn(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
+class Widened(TorchFunctionMode):
+    """Whoever asks for float32 gets float64: models that compute in float32, in all but exact arithmetic."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def wide(value):
+            return torch.float64 if value is torch.float32 else value
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
 def run(module, x):
     """Output and the gradients of input and parameters, of a fixed weighted sum."""
     leaf = x.clone().requires_grad_()
@@ -57,7 +69,8 @@ def assert_equivalent(converted, original, x, ulps=4, common_scale=False):
     An ulp is that of the tensor's largest value; with ``common_scale`` of the largest among all gradients,
     for models in which some gradient is zero but for rounding, as that of a key's bias.
     """
-    exact = run(copy.deepcopy(original).double(), x.double())
+    with Widened():
+        exact = run(copy.deepcopy(original).double(), x.double())
     peaks = [0.0 if want is None else float(want.abs().max()) for want in exact]
     if common_scale:
         peaks[1:] = [max(peaks[1:])] * len(peaks[1:])
@@ -99,6 +112,27 @@ def left_alone(module, reason):
 class Gelu3(nn.GELU):
     def forward(self, x):
         return 3 * super().forward(x)
+
+
+WIDTH = 12
+
+
+class Norm(nn.Module):
+    """Parameters of a norm whose weight was trained: far from 1, of both signs."""
+
+    def __init__(self, eps=1e-3):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(randn(WIDTH, seed=5)), eps
+
+
+class GemmaNorm(Norm):
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def forward(self, x):
+        output = self._norm(x.float())
+        output = output * (1.0 + self.weight.float())
+        return output.type_as(x)
 
 
 # Activation classes of other libraries. Their names mislead on purpose: what counts is what they compute.
@@ -146,4 +180,4 @@ class KeepsMethod(nn.Module):
 
 def mixed_model():
     foreign = [TanhOrScaled(1.0), ElsewhereGelu(), KeepsMethod(True)]
-    return nn.Sequential(Block(), nn.Linear(12, 12), *foreign, pyckpt.nn.LayerNorm(12)).eval()
+    return nn.Sequential(Block(), nn.Linear(12, 12), *foreign, pyckpt.nn.LayerNorm(12), GemmaNorm()).eval()

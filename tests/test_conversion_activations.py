@@ -1,7 +1,8 @@
-"""What convert must leave: subclasses, patched instances...; and classes judged by what they compute."""
+"""Activation classes judged by what they compute: which are converted, to what, and which are left."""
 
 import copy
 import math
+import random
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ import torch.nn.functional as F
 from _conversion import (
     FUSED,
     ElsewhereGelu,
-    Gelu3,
     ModeIndependent,
     TanhOrScaled,
     Unrecognisable,
@@ -21,111 +21,6 @@ from _conversion import (
 from torch import nn
 
 import pyckpt
-
-# ---- what is left alone ------------------------------------------------------------------------------------
-
-
-class ChannelsFirst(nn.LayerNorm):
-    def forward(self, x):
-        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
-
-
-class SameLayerNorm(nn.LayerNorm):
-    pass
-
-
-def test_subclasses_are_left():
-    left_alone(Gelu3(), "a subclass of nn.GELU, has a forward of its own")
-    left_alone(ChannelsFirst(6), "a subclass of nn.LayerNorm, has a forward of its own")
-    left_alone(SameLayerNorm(6), "only nn.LayerNorm itself is swapped")
-
-
-def test_an_instance_with_its_own_forward_is_left():
-    layer = nn.GELU()
-    layer.forward = lambda x: x * 2
-    left_alone(layer, "set on the instance")
-    assert layer(torch.ones(1)).item() == 2
-
-
-def test_a_class_whose_forward_was_replaced_is_left(monkeypatch):
-    monkeypatch.setattr(nn.GELU, "forward", Gelu3.forward)
-    left_alone(nn.GELU(), "Gelu3.forward")
-
-
-def test_parametrized_modules_are_left():
-    layer = nn.LayerNorm(4)
-    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Softplus())
-    left_alone(layer, "parametrized")
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-def test_weight_norm_by_hook_works_and_is_verified():
-    layer = nn.utils.weight_norm(nn.LayerNorm(4), dim=None)
-    want = layer(randn(3, 4))
-    pyckpt.convert(layer, verify=True)
-    assert type(layer) is pyckpt.nn.LayerNorm
-    torch.testing.assert_close(layer(randn(3, 4)), want)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
-def test_torchscript_modules_are_left():
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.GELU()))
-    pyckpt.convert(scripted)
-    report = pyckpt.report(scripted)
-    assert not report.swapped and list(report.left) == ["1"]
-    assert "TorchScript" in report.left["1"]
-
-
-def test_quantized_and_prepared_modules_are_left():
-    from torch.ao.nn.quantized import LayerNorm as QuantizedLayerNorm
-
-    one = nn.Parameter(torch.ones(4), requires_grad=False)
-    left_alone(QuantizedLayerNorm([4], one, one, scale=1.0, zero_point=0), "quantized")
-    layer = nn.ReLU()
-    layer.qconfig = object()
-    left_alone(layer, "qconfig")
-
-
-def test_uninitialised_modules_are_left():
-    layer = nn.LayerNorm(4)
-    layer.weight = nn.parameter.UninitializedParameter()
-    holder = nn.Sequential(layer)
-    pyckpt.convert(holder)
-    assert type(layer) is nn.LayerNorm
-    assert "not initialised" in pyckpt.report(holder).left["0"]
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_fully_sharded_modules_are_left_and_revert_refuses_those_sharded_later():
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        early = fully_shard(nn.LayerNorm(4), mesh=mesh)
-        late = fully_shard(pyckpt.convert(nn.LayerNorm(4)), mesh=mesh)
-        cls = type(early)
-        pyckpt.convert(early)
-        assert type(early) is cls and isinstance(early, nn.LayerNorm)
-        assert "by fully_shard: convert before sharding" in pyckpt.report(early).left[""]
-        x = randn(3, 4)
-        torch.testing.assert_close(late(x), F.layer_norm(x, (4,)))
-        cls = type(late)
-        with pytest.warns(UserWarning, match="became a"):
-            pyckpt.revert(late)
-        assert type(late) is cls
-        inside = fully_shard(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), mesh=mesh)
-        pyckpt.convert(inside, verify=True)  # its parameters are DTensors
-        assert type(inside[0]) is pyckpt.nn.LayerNorm
-        torch.testing.assert_close(inside(x), inside[1](F.layer_norm(x, (4,))))
-    finally:
-        dist.destroy_process_group()
-
-
-# ---- activation classes of other libraries, by behaviour ---------------------------------------------------
-# Their names mislead on purpose: what counts is what they compute.
 
 
 @pytest.mark.parametrize(
@@ -161,6 +56,60 @@ class RoundedGelu(nn.Module):  # 1e-6 from tanh GELU
 class NoisyGelu(nn.Module):
     def forward(self, x):
         return F.gelu(x) + 1e-3 * torch.randn_like(x) * self.training
+
+
+class LuckyGelu(nn.Module):
+    def forward(self, x):
+        return F.gelu(x) if random.random() < 0.999 else x
+
+
+FLAG = True
+
+
+class GlobalGelu(nn.Module):
+    def forward(self, x):
+        return F.gelu(x) if FLAG else x
+
+
+class ModeGelu(nn.Module):
+    def forward(self, x):
+        return F.gelu(x) if torch.is_grad_enabled() else x
+
+
+class QuietGelu(nn.Module):
+    def forward(self, x):
+        try:
+            return F.gelu(x) if x.max() < 1e4 else x
+        except Exception:
+            return F.gelu(x)
+
+
+class RememberingGelu(nn.Module):
+    def forward(self, x):
+        return self._remember(x)
+
+    def _remember(self, x, seen=[]):  # noqa: B006
+        seen.append(x)
+        return F.gelu(x)
+
+
+class BFloatGelu(nn.Module):
+    def forward(self, x):
+        return 2 * F.gelu(x) if x.dtype is torch.bfloat16 else F.gelu(x)
+
+
+class ScaledGelu(nn.Module):
+    def forward(self, x):
+        return F.gelu(x) * 1.00001
+
+
+class WrappedGelu(nn.Module):
+    forward = (lambda factor: lambda self, x: F.gelu(x) * factor)(1)
+
+
+class ComparingGelu(nn.Module):
+    def forward(self, x):
+        return F.gelu(x) if x > 0 else x
 
 
 class TwoArgumentsGelu(nn.Module):
@@ -293,25 +242,34 @@ class SlottedGelu(nn.Module):
         (GELUActivation, "none of gelu"),
         (lambda: TanhOrScaled(3.0), "none of gelu"),
         (RoundedGelu, "none of gelu"),
-        (NoisyGelu, "randn_like"),
+        (NoisyGelu, "refers to torch.randn_like"),
+        (LuckyGelu, "refers to random.random"),
+        (GlobalGelu, "refers to FLAG"),
+        (ModeGelu, "refers to torch.is_grad_enabled"),
+        (QuietGelu, "has a with or try statement"),
+        (RememberingGelu, "holds a list in attribute 'a default of _remember'"),
+        (BFloatGelu, "different functions for different dtypes"),
+        (ScaledGelu, "none of gelu"),
+        (WrappedGelu, "is a closure"),
+        (ComparingGelu, "uses __bool__, so that it may depend on values"),
         (TwoArgumentsGelu, "other arguments"),
         (KeywordsGelu, "other arguments"),
         (TensorGelu, "holds a Tensor in attribute 'factor'"),
-        (ParameterGelu, "has parameters"),
+        (ParameterGelu, "uses erf"),
         (CountingGelu, "changes its own attributes"),
-        (BranchingGelu, "no plain elementwise expression"),
-        (ShapeGelu, "no plain elementwise expression"),
-        (CastingGelu, "uses float"),
-        (GuidedRelu, "derivative of its own"),
+        (BranchingGelu, "uses max"),
+        (ShapeGelu, "uses dim, so that it may depend on more than values"),
+        (CastingGelu, "returns torch.float32 for torch.float64"),
+        (GuidedRelu, "refers to Guided"),
         (HalfRelu, "none of gelu"),
         (ProductRelu, "at infinity"),
-        (DetachedRelu, "could not be probed"),
+        (DetachedRelu, "refers to torch.no_grad"),
         (TrainingGelu, "in training and in evaluation"),
         (WritingRelu, "writes to its input"),
         (MeasuredGelu, "more to it than forward: flops"),
         (LoadingGelu, "overrides get_extra_state"),
         (ApproximateGelu, "attribute approximate"),
-        (SlottedGelu, "memory layout"),
+        (SlottedGelu, "member_descriptor"),
     ],
 )
 def test_look_alikes_are_left_with_the_reason(make, reason):
