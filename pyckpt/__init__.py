@@ -2,6 +2,9 @@
 
 from . import backends, functional, memory, nn
 from .conversion import convert, report, revert
+from .engine import RecomputeError, recompute
+from .memory import assert_saved_bytes
+from .rules import register_rule
 
 __version__ = "0.1.0"
 

@@ -125,11 +125,8 @@ class SoftmaxFunction(torch.autograd.Function):
         return dx * ctx.scale, dx.sum_to_size(ctx.mask_shape), None, None, None, None, None
 
     @staticmethod
-    def recompute(ctx: Any) -> Tensor:
-        """The forward's output, bit for bit, from what the node keeps."""
-        if ctx.seed is None:
-            return ctx.saved_tensors[0]
-        x, mask, statistics = ctx.saved_tensors
+    def recompute(ctx: Any, x: Tensor, mask: Tensor | None, statistics: Tensor) -> Tensor:
+        """The forward's output with dropout, bit for bit, from what the node keeps."""
         return softmax_recompute(
             ctx.backend, x, mask, ctx.scale, ctx.causal, ctx.dropout_p, ctx.seed, statistics
         )
