@@ -8,4 +8,17 @@ from .rules import register_rule
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "backends", "convert", "functional", "memory", "nn", "report", "revert"]
+__all__ = [
+    "RecomputeError",
+    "__version__",
+    "assert_saved_bytes",
+    "backends",
+    "convert",
+    "functional",
+    "memory",
+    "nn",
+    "recompute",
+    "register_rule",
+    "report",
+    "revert",
+]

@@ -52,13 +52,13 @@ class Source:
         "rule",
         "saved",
         "shape",
-        "stride",
         "stream",
+        "stride",
         "value",
     )
 
-    # (id of node, number of output) -> source, so that all savers of one tensor share it. A source holds its node, which keeps the
-    # id from being given to another.
+    # (id of node, number of output) -> source, so that all savers of one tensor share it. A source holds its node, which keeps
+    # the id from being given to another.
     known: dict[tuple[int, int], weakref.ref[Source]] = {}  # noqa: RUF012
 
     def __init__(
@@ -114,8 +114,8 @@ class Source:
         if tensor._version != version:
             raise RecomputeError(
                 f"a {_described(tensor)} was changed in place after {self.node.name()} had read it (version {tensor._version}, "
-                f"expected {version}), and backward needs it as it was to rebuild that node's output. Change a copy, or change it "
-                "after backward; or let the output be kept: convert(model, recompute=False), or a policy that saves this node"
+                f"expected {version}), and backward needs it as it was to rebuild that node's output. Change a copy, or change "
+                "it after backward; or let the output be kept: convert(model, recompute=False), or a policy that saves this node"
             )
         if tensor.is_leaf and is_freed(tensor):
             raise RecomputeError(
@@ -243,12 +243,11 @@ def _modified(tensor: Tensor, version: int) -> str:
 
 def _quietly(function: Callable[..., Tensor], operands: list[Any]) -> Tensor:
     """Without autograd, and in the operands' dtypes whatever autocast would say: what was saved has been cast already."""
-    with torch.no_grad():
-        device = next((a.device.type for a in operands if isinstance(a, Tensor)), "cpu")
-        if not torch.is_autocast_enabled(device):
-            return function(*operands)
-        with torch.autocast(device, enabled=False):
-            return function(*operands)
+    if not torch.is_grad_enabled() and not torch._C._is_any_autocast_enabled():
+        return function(*operands)
+    device = next((a.device.type for a in operands if isinstance(a, Tensor)), "cpu")
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        return function(*operands)
 
 
 # Rebuilt tensors die with their savers. Where a saver outlives the backward (retain_graph, the gradient of a part of the graph),

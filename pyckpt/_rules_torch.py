@@ -95,16 +95,31 @@ _binary("MinimumBackward0", torch.minimum)
 _binary("MaximumBackward0", torch.maximum)
 
 
-def _from_edges(name: str, function: Callable[..., Tensor]) -> None:
-    """The node keeps no operand."""
-
-    @_rule(name)
-    def capture(node: Any, output: Output, edge: Edge) -> Captured:
-        return partial(function, alpha=node._saved_alpha), (edge(0), edge(1))
+# Nodes that keep no operand. In a residual connection the second is the branch, which ends in a matrix product: asked for first,
+# it ends the search.
 
 
-_from_edges("AddBackward0", torch.add)
-_from_edges("SubBackward0", torch.sub)
+@_rule("AddBackward0")
+def _add(node: Any, output: Output, edge: Edge) -> Captured:
+    second = edge(1)
+    return partial(torch.add, alpha=node._saved_alpha), (edge(0), second)
+
+
+@_rule("SubBackward0")
+def _subtract(node: Any, output: Output, edge: Edge) -> Captured:
+    second = edge(1)
+    return partial(torch.sub, alpha=node._saved_alpha), (edge(0), second)
+
+
+@_rule("NegBackward0")
+def _negate(node: Any, output: Output, edge: Edge) -> Captured:
+    return torch.neg, (edge(0),)
+
+
+@_rule("CatBackward0")
+def _concatenate(node: Any, output: Output, edge: Edge) -> Captured:
+    dim = _integer(node._saved_dim)
+    return (lambda *tensors: torch.cat(tensors, dim)), tuple(edge(i) for i in range(len(node.next_functions)))
 
 
 @_rule("ToCopyBackward0", sampled=True)
@@ -204,7 +219,7 @@ def _batch_norm(node: Any, output: Output, edge: Edge) -> Captured:
 
 
 def _view(name: str, function: Callable[[Any, Output], Callable[[Tensor], Tensor]]) -> None:
-    @_rule(name, 0)
+    @_rule(name, 0, view=True)
     def capture(node: Any, output: Output, edge: Edge) -> Captured:
         return function(node, output), (edge(0),)
 
@@ -229,7 +244,7 @@ _view(
     "SliceBackward0",
     lambda node, output: (
         lambda x: aten.slice(
-            x, _integer(node._saved_dim), node._saved_start, node._saved_end, node._saved_step
+            x, _integer(node._saved_dim), _integer(node._saved_start), _integer(node._saved_end), node._saved_step
         )
     ),
 )

@@ -1,9 +1,9 @@
 """The recompute engine: what a forward saves for backward is replaced by how to rebuild it.
 
-Inside a region (:func:`recompute`) every tensor that autograd saves passes through :meth:`Region.pack`. Where the tensor is the
-output of a node that has a rule (rules.py), the saver is given a recipe in its place (_records.py): a function, and the records of
-what the producing node itself saved. The tensor dies with the forward; in backward the recipe is followed once, its result shared
-by all savers, and let go when the last of them has run.
+Inside a region (:func:`recompute`) every tensor that autograd saves passes through :meth:`Region.pack`. Where the tensor is
+the output of a node that has a rule (rules.py), the saver is given a recipe in its place (_records.py): a function, and the
+records of what the producing node itself saved. The tensor dies with the forward; in backward the recipe is followed once, its
+result shared by all savers, and let go when the last of them has run.
 
 Rules are not trusted: at the first use of each kind (node, dtypes, layout, device) the recipe is followed at once, and its bits
 compared with the tensor at hand.
@@ -23,14 +23,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import _rules_torch, backends
+from . import backends
 from ._records import Outer, Recipe, RecomputeError, Source, is_freed, regions, unpack
-from .rules import OWN_OUTPUT, Output, Unavailable, rule_of, saved
+from ._rules_torch import OWN_OUTPUT
+from .rules import Output, Unavailable, rule_of, saved
 
 __all__ = ["Policy", "RecomputeError", "recompute"]
 
 #: Smaller tensors are kept: a recipe takes about as much.
-MIN_BYTES = 2048
+MIN_BYTES = 1024
+
+#: Nodes in a row that may be run again to rebuild one tensor because they keep nothing themselves (rotary embeddings take 7).
+MAX_DEPTH = 8
 
 #: Versions that the tests are run with. Rules read attributes of autograd nodes that PyTorch does not document.
 TESTED = ("2.13", "2.14")
@@ -53,49 +57,39 @@ class Region:
         self.policy = None if isinstance(policy, str) else policy
         self.verify = verify
         self.kept = self.rebuilt = 0  # tensors large enough to matter
-        self.observer: Callable[[Tensor, str | None], None] | None = (
-            None  # explain()'s: why a tensor is kept, None if it is not
-        )
+        self.depth = 0
         # PyTorch calls the topmost pair of hooks only, so the region calls the pair below it; but not another region's.
         below = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self.below = below[0].__self__.below if below is not None and below[1] is unpack else below
+        self.below = regions.stack[-1][1].below if below is not None and below[1] is unpack else below
         self.hooks = saved_tensors_hooks(self.pack, unpack)
 
     def pack(self, tensor: Tensor) -> Any:
-        """The pack hook: a record in place of the tensor."""
+        """The pack hook: a record in place of the tensor. Runs for everything that autograd saves: most leave at the first test."""
         node = tensor.grad_fn
-        reason = "no node made it"
         if node is not None and type(tensor) is Tensor:
-            try:
-                recipe = self._recipe(tensor, node)
-            except Unavailable as unavailable:
-                recipe, reason = None, str(unavailable)
-                self.kept += 1
-            else:
-                reason = "small"
-            if recipe is not None:
-                self.rebuilt += 1
-                if self.observer is not None:
-                    self.observer(tensor, None)
-                return recipe
-        if self.observer is not None:
-            self.observer(tensor, reason)
+            base = tensor._base
+            if (tensor if base is None else base).nbytes >= MIN_BYTES:
+                try:
+                    recipe = self.recipe(tensor, node, base)
+                    self.rebuilt += 1
+                    return recipe
+                except Unavailable:
+                    self.kept += 1
+        return (tensor, tensor._version) if self.below is None else self.keep(tensor)
+
+    def keep(self, tensor: Tensor) -> Any:
         if self.below is None:
             return tensor, tensor._version
         return Outer(tensor.shape, self.below[0](tensor), self.below[1])
 
-    def _recipe(self, tensor: Tensor, node: Any) -> Recipe | None:
-        """None for a tensor too small to bother with. A view is rebuilt with its base: the node of a view (of an identity such as
-        a full backward hook's, too) need not be known."""
+    def recipe(self, tensor: Tensor, node: Any, base: Tensor | None) -> Recipe:
+        """Raises Unavailable where the tensor has to be kept. A view is rebuilt with its base, so that the node of the view (or of
+        an identity, such as a full backward hook's) need not be known."""
         whole, geometry = tensor, None
-        if tensor._is_view():
-            whole = tensor._base
-            node = whole.grad_fn
+        if base is not None:
+            whole, node = base, base.grad_fn
             if node is None:
                 raise Unavailable("a view of what no node made")
-        if whole.nbytes < MIN_BYTES:
-            return None
-        if whole is not tensor:
             if whole.dtype is not tensor.dtype:
                 raise Unavailable("a view in another dtype")
             geometry = (tensor.shape, tensor.stride(), tensor.storage_offset() - whole.storage_offset())
@@ -104,30 +98,28 @@ class Region:
         number = whole.output_nr
         source = Source.find(node, number)
         if source is None or not source.saved:
-            source = self._source(node, Output(whole.shape, whole.dtype, whole.device, number), whole)
+            source = self._source(node, Output(whole.shape, whole.dtype, whole.device, number))
+            if self.policy is not None:
+                choice = self.policy(_computes(source).node, source.flops(), whole.nbytes)
+                if choice in _SAVE:
+                    raise Unavailable("the policy saves it")
             source.stride = whole.stride()
             self._check(source, whole)
             source.saved = True
         return Recipe(source, tensor, geometry)
 
-    def _source(self, node: Any, output: Output, whole: Tensor | None) -> Source:
+    def _source(self, node: Any, output: Output) -> Source:
         source = Source.find(node, output.number)
         if source is not None:
             return source
         rule = rule_of(node)
         if rule is None:
-            raise Unavailable(f"no rule for {node.name()}")
+            name = node.name()
+            raise Unavailable(f"{name} keeps its output itself" if name in OWN_OUTPUT else f"no rule for {name}")
         if self.policy is None and rule.matrix:
             raise Unavailable(f"{node.name()} is a matrix product")
         function, operands = rule.capture(node, output, functools.partial(self._edge, node))
-        source = Source(node, output, rule, function, operands)
-        if (
-            self.policy is not None
-            and whole is not None
-            and self.policy(node, source.flops(), whole.nbytes) in _SAVE
-        ):
-            raise Unavailable("the policy saves it")
-        return source
+        return Source(node, output, rule, function, operands)
 
     def _edge(self, reader: Any, index: int) -> Any:
         """The record of an input that its reader does not keep."""
@@ -166,6 +158,13 @@ class Region:
             raise Unavailable("its rule does not give the same bits here")
 
 
+def _computes(source: Source) -> Source:
+    """The source itself, or what it is a view or copy of."""
+    while source.rule.view and type(source.operands[0]) is Recipe:
+        source = source.operands[0].source
+    return source
+
+
 def _kind(record: Any) -> Any:
     if type(record) is tuple:
         return record[0].dtype, record[0].is_contiguous()
@@ -189,8 +188,8 @@ def _gives_same_bits(source: Source, whole: Tensor) -> bool:
         if rule.built_in:
             raise Unavailable(f"its rule failed: {error}") from error
         raise RecomputeError(
-            f"the recompute rule of {_place(source)} raised {type(error).__name__}: {error}. Correct the rule, or keep this node's "
-            "output by a policy"
+            f"the recompute rule of {_place(source)} raised {type(error).__name__}: {error}. Correct the rule, or keep this "
+            "node's output by a policy"
         ) from error
     made = f"{tuple(whole.shape)}, {whole.dtype}"
     if not isinstance(rebuilt, Tensor) or rebuilt.shape != whole.shape or rebuilt.dtype is not whole.dtype:
@@ -211,8 +210,8 @@ def _gives_same_bits(source: Source, whole: Tensor) -> bool:
         )
         return False
     raise RecomputeError(
-        f"the recompute rule of {_place(source)} {problem}. It must return the forward's output, computed by the same operations in "
-        "the same order"
+        f"the recompute rule of {_place(source)} {problem}. It must return the forward's output, computed by the same operations "
+        "in the same order"
     )
 
 
@@ -290,8 +289,8 @@ def enter(policy: str | Policy, verify: bool, owner: object) -> None:
         return
     if not re.match("|".join(map(re.escape, TESTED)), torch.__version__):
         _warn_once(
-            f"pyckpt.recompute is not tested with PyTorch {torch.__version__} (but with {', '.join(TESTED)}). Each rule is checked at "
-            "its first use all the same"
+            f"pyckpt.recompute is not tested with PyTorch {torch.__version__} (but with {', '.join(TESTED)}). Each rule is "
+            "checked at its first use all the same"
         )
     region = Region(policy, verify)
     region.hooks.__enter__()
@@ -310,7 +309,7 @@ def leave(owner: object, failed: bool = False) -> None:
         )
 
 
-class recompute:  # noqa: N801 - used like a function
+class recompute:
     """Context manager and decorator: forwards inside do not keep what backward can cheaply rebuild.
 
     ::
@@ -320,11 +319,11 @@ class recompute:  # noqa: N801 - used like a function
         loss.backward()
 
     Outputs and gradients are the same bits as without. Outputs of elementwise ops (activations, products, casts), norms, dropout
-    of this package, embeddings and views of all of these are rebuilt inside backward, from what their own nodes keep; the model is
-    not touched. Use it around several forwards, in several threads, nested, under or around ``torch.utils.checkpoint`` and
+    of this package, embeddings and views of all of these are rebuilt inside backward, from what their own nodes keep; the model
+    is not touched. Use it around several forwards, in several threads, nested, under or around ``torch.utils.checkpoint`` and
     ``save_on_cpu``: hooks that were active before are called for what is kept. Inside ``torch.compile``, ``torch.func``
-    transforms and ``torch.jit.trace`` it does nothing, and warns once; a ``torch.func.grad`` *inside* a region is refused by PyTorch
-    ("...does not support saved tensor hooks"): leave the region for it.
+    transforms and ``torch.jit.trace`` it does nothing, and warns once; a ``torch.func.grad`` *inside* a region is refused by
+    PyTorch: leave the region for it.
 
     Args:
         policy: ``"pointwise"``: rebuild whatever needs no matrix product; or a function

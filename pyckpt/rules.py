@@ -34,7 +34,7 @@ __all__ = ["Output", "Rule", "Unavailable", "register_rule"]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
-class Unavailable(Exception):  # noqa: N818 - not an error: the tensor is kept
+class Unavailable(Exception):
     """The output of a node cannot be rebuilt; the message says why, for explain()."""
 
 
@@ -64,6 +64,7 @@ class Rule:
         capture: see the module's docstring. Raises :class:`Unavailable` where the node keeps too little.
         flops: floating-point operations of rebuilding the output, from the node and the operands.
         matrix: a matrix product or convolution: rebuilt only where a policy asks for it.
+        view: a view or copy of its input.
         same_call: the function is the very call that made the output, so that it can be trusted where a check is not possible.
         sampled: a function of single elements whose operand may have changed before it was seen (a parameter that autocast has
             cast and kept): some elements are compared each time.
@@ -74,6 +75,7 @@ class Rule:
     capture: Capture
     flops: Flops
     matrix: bool = False
+    view: bool = False
     same_call: bool = True
     sampled: bool = False
     built_in: bool = True
@@ -129,9 +131,9 @@ def register_rule(
 ) -> Callable[[FunctionT], FunctionT]:
     """Decorator: the decorated function rebuilds the output of an autograd Function inside :func:`pyckpt.recompute`.
 
-    It is called in backward, without grad, as ``rebuild(ctx, *saved, *values)`` and returns the forward's output, bit for bit (all
-    of them, as a tuple, if there are several): same shape, dtype and arithmetic in the same order. `ctx` is the Function's own;
-    read its attributes, but not ``ctx.saved_tensors``: they are `saved`.
+    It is called in backward, without grad, as ``rebuild(ctx, *saved, *values)`` and returns the forward's output, bit for bit
+    (all of them, as a tuple, if there are several): same shape, dtype and arithmetic in the same order. `ctx` is the Function's
+    own; read its attributes, but not ``ctx.saved_tensors``: they are `saved`.
 
     Args:
         function: the Function. A second registration replaces the first.

@@ -279,7 +279,9 @@ class NormFunction(torch.autograd.Function):
         return dx, dweight, dbias, None, None, None, None
 
     @staticmethod
-    def recompute(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor) -> Tensor:
+    def recompute(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor
+    ) -> Tensor:
         """The forward's output, bit for bit, from what the node keeps."""
         return ctx.norm.recompute(ctx.backend, *ctx.norm.arguments(x, ctx.shape, weight, bias), statistics)
 
