@@ -244,7 +244,11 @@ _view(
     "SliceBackward0",
     lambda node, output: (
         lambda x: aten.slice(
-            x, _integer(node._saved_dim), _integer(node._saved_start), _integer(node._saved_end), node._saved_step
+            x,
+            _integer(node._saved_dim),
+            _integer(node._saved_start),
+            _integer(node._saved_end),
+            node._saved_step,
         )
     ),
 )

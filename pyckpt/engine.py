@@ -64,7 +64,7 @@ class Region:
         self.hooks = saved_tensors_hooks(self.pack, unpack)
 
     def pack(self, tensor: Tensor) -> Any:
-        """The pack hook: a record in place of the tensor. Runs for everything that autograd saves: most leave at the first test."""
+        """The pack hook: a record in place of the tensor. It runs for all that autograd saves; most leave at the first tests."""
         node = tensor.grad_fn
         if node is not None and type(tensor) is Tensor:
             base = tensor._base
@@ -83,8 +83,8 @@ class Region:
         return Outer(tensor.shape, self.below[0](tensor), self.below[1])
 
     def recipe(self, tensor: Tensor, node: Any, base: Tensor | None) -> Recipe:
-        """Raises Unavailable where the tensor has to be kept. A view is rebuilt with its base, so that the node of the view (or of
-        an identity, such as a full backward hook's) need not be known."""
+        """Raises Unavailable where the tensor has to be kept. A view is rebuilt with its base, so that the node of the view (or
+        of an identity, such as a full backward hook's) need not be known."""
         whole, geometry = tensor, None
         if base is not None:
             whole, node = base, base.grad_fn
@@ -115,7 +115,9 @@ class Region:
         rule = rule_of(node)
         if rule is None:
             name = node.name()
-            raise Unavailable(f"{name} keeps its output itself" if name in OWN_OUTPUT else f"no rule for {name}")
+            raise Unavailable(
+                f"{name} keeps its output itself" if name in OWN_OUTPUT else f"no rule for {name}"
+            )
         if self.policy is None and rule.matrix:
             raise Unavailable(f"{node.name()} is a matrix product")
         function, operands = rule.capture(node, output, functools.partial(self._edge, node))
@@ -136,7 +138,7 @@ class Region:
             return saved(node, OWN_OUTPUT[name])
         meta = node._input_metadata[number]
         return Recipe(
-            self._source(node, Output(tuple(meta.shape), meta.dtype, meta.device, number), None), None, None
+            self._source(node, Output(tuple(meta.shape), meta.dtype, meta.device, number)), None, None
         )
 
     def _check(self, source: Source, whole: Tensor) -> None:
