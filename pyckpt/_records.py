@@ -14,6 +14,7 @@ released its producer.
 from __future__ import annotations
 
 import functools
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -232,12 +233,13 @@ def _described(tensor: Tensor) -> str:
 def _modified(tensor: Tensor, version: int) -> str:
     """PyTorch's own text."""
     node = tensor.grad_fn
-    made = "" if node is None else f", which is output {tensor.output_nr} of {node.name()},"
+    name = "" if node is None else re.sub(r"Backward\d*$", "", node.name())
+    made = "" if node is None else f", which is output {tensor.output_nr} of {name},"
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(tensor.shape)}]{made} is at version {tensor._version}; expected version {version} instead. "
         "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-        "torch.autograd.set_detect_anomaly(True)."
+        "torch.autograd.set_detect_anomaly(True, check_nan=False)."
     )
 
 

@@ -103,8 +103,8 @@ class Region:
                 choice = self.policy(_computes(source).node, source.flops(), whole.nbytes)
                 if choice in _SAVE:
                     raise Unavailable("the policy saves it")
-            source.stride = whole.stride()
             self._check(source, whole)
+            source.stride = whole.stride()
             source.saved = True
         return Recipe(source, tensor, geometry)
 

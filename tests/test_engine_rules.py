@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import pyckpt.functional as ours
-from pyckpt import _rules_torch, engine, recompute
+from pyckpt import _rules_torch, recompute
 from pyckpt.rules import RULES
 from tests._engine import Watched, assert_same, region
 from tests._oracle import DTYPES
@@ -125,10 +125,7 @@ EMBEDDING_AND_MATRICES = {"Embedding", "Mm", "Bmm", "Addmm", "Baddbmm", "Convolu
 VARIANTS = {"ReshapeAlias"}  # other names of views, which no public function makes here
 
 
-@pytest.fixture(autouse=True)
-def _unlearn(monkeypatch):
-    monkeypatch.setattr(engine, "_verdicts", {})
-    monkeypatch.setattr(engine, "_warned", set())
+pytestmark = pytest.mark.usefixtures("unlearned")
 
 
 def test_every_rule_is_tested():
