@@ -121,6 +121,8 @@ class Region:
         if self.policy is None and rule.matrix:
             raise Unavailable(f"{node.name()} is a matrix product")
         function, operands = rule.capture(node, output, functools.partial(self._edge, node))
+        if any(type(record) is tuple and record[0].is_leaf and is_freed(record[0]) for record in operands):
+            raise Unavailable("it reads a parameter whose storage is freed")
         return Source(node, output, rule, function, operands)
 
     def _edge(self, reader: Any, index: int) -> Any:
@@ -130,10 +132,7 @@ class Region:
             raise Unavailable(f"{reader.name()} does not keep an input, which is a constant")
         name = type(node).__name__
         if name == "AccumulateGrad":
-            leaf = node.variable
-            if is_freed(leaf):
-                raise Unavailable("it reads a parameter whose storage is freed")
-            return leaf, leaf._version
+            return node.variable, node.variable._version
         if name in OWN_OUTPUT and number == 0:
             return saved(node, OWN_OUTPUT[name])
         meta = node._input_metadata[number]
