@@ -3,6 +3,7 @@
 from . import backends, functional, memory, nn
 from .conversion import convert, report, revert
 from .engine import RecomputeError, recompute
+from .explanation import explain
 from .memory import assert_saved_bytes
 from .rules import register_rule
 
@@ -14,6 +15,7 @@ __all__ = [
     "assert_saved_bytes",
     "backends",
     "convert",
+    "explain",
     "functional",
     "memory",
     "nn",

@@ -32,10 +32,11 @@ class RecomputeError(RuntimeError):
 
 
 class _Regions(threading.local):
-    """This thread's active recompute regions, innermost last."""
+    """This thread's active recompute regions, innermost last, each with what began it."""
 
     def __init__(self) -> None:
-        self.stack: list[Any] = []
+        self.stack: list[tuple[Any, Any]] = []
+        self.suspended = False  # explain() compares with a forward without any
 
 
 regions = _Regions()

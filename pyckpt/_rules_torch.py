@@ -89,8 +89,16 @@ def _binary(name: str, function: Callable[..., Tensor]) -> None:
         return function, (edge(0) if first is None else first, edge(1) if second is None else second)
 
 
+def _by_number(name: str, function: Callable[..., Tensor]) -> None:
+    @_rule(name)
+    def capture(node: Any, output: Output, edge: Edge) -> Captured:
+        return function, (edge(0), node._saved_other)
+
+
 _binary("MulBackward0", torch.mul)
 _binary("DivBackward0", torch.div)
+_by_number("MulBackward1", torch.mul)
+_by_number("DivBackward1", torch.div)
 _binary("MinimumBackward0", torch.minimum)
 _binary("MaximumBackward0", torch.maximum)
 
@@ -285,6 +293,7 @@ OWN_OUTPUT.update(
                 "RsqrtBackward0",
                 "ReciprocalBackward0",
                 "SoftmaxBackward0",
+                "SafeSoftmaxBackward0",
                 "LogSoftmaxBackward0",
                 "PowBackward1",
             ),

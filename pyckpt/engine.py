@@ -65,31 +65,29 @@ class Region:
 
     def pack(self, tensor: Tensor) -> Any:
         """The pack hook: a record in place of the tensor. It runs for all that autograd saves; most leave at the first tests."""
-        node = tensor.grad_fn
-        if node is not None and type(tensor) is Tensor:
-            base = tensor._base
-            if (tensor if base is None else base).nbytes >= MIN_BYTES:
-                try:
-                    recipe = self.recipe(tensor, node, base)
-                    self.rebuilt += 1
-                    return recipe
-                except Unavailable:
-                    self.kept += 1
+        whole = tensor._base
+        if whole is None:
+            whole = tensor
+        node = whole.grad_fn
+        if node is not None and whole.nbytes >= MIN_BYTES and type(tensor) is Tensor:
+            try:
+                recipe = self.recipe(tensor, whole, node)
+                self.rebuilt += 1
+                return recipe
+            except Unavailable:
+                self.kept += 1
         return (tensor, tensor._version) if self.below is None else self.keep(tensor)
 
     def keep(self, tensor: Tensor) -> Any:
-        if self.below is None:
-            return tensor, tensor._version
-        return Outer(tensor.shape, self.below[0](tensor), self.below[1])
+        """For the hooks below."""
+        pack, unpack_below = self.below
+        return Outer(tensor.shape, pack(tensor), unpack_below)
 
-    def recipe(self, tensor: Tensor, node: Any, base: Tensor | None) -> Recipe:
-        """Raises Unavailable where the tensor has to be kept. A view is rebuilt with its base, so that the node of the view (or
-        of an identity, such as a full backward hook's) need not be known."""
-        whole, geometry = tensor, None
-        if base is not None:
-            whole, node = base, base.grad_fn
-            if node is None:
-                raise Unavailable("a view of what no node made")
+    def recipe(self, tensor: Tensor, whole: Tensor, node: Any) -> Recipe:
+        """Raises Unavailable where the tensor has to be kept. A view is rebuilt with the `whole` that it is a view of, so that
+        the node of the view (or of an identity, such as a full backward hook's) need not be known."""
+        geometry = None
+        if whole is not tensor:
             if whole.dtype is not tensor.dtype:
                 raise Unavailable("a view in another dtype")
             geometry = (tensor.shape, tensor.stride(), tensor.storage_offset() - whole.storage_offset())
@@ -279,10 +277,12 @@ def _warn_of_compile() -> bool:
     return True
 
 
-def enter(policy: str | Policy, verify: bool, owner: object) -> None:
+def enter(policy: str | Policy, verify: bool, owner: object, kind: type[Region] = Region) -> None:
     """Begins a region that :func:`leave` with the same owner ends."""
     if torch.compiler.is_compiling():
         _warn_of_compile()
+        return
+    if backends.disabled() or regions.suspended:
         return
     reason = _steps_aside()
     if reason:
@@ -293,7 +293,7 @@ def enter(policy: str | Policy, verify: bool, owner: object) -> None:
             f"pyckpt.recompute is not tested with PyTorch {torch.__version__} (but with {', '.join(TESTED)}). Each rule is "
             "checked at its first use all the same"
         )
-    region = Region(policy, verify)
+    region = kind(policy, verify)
     region.hooks.__enter__()
     regions.stack.append((owner, region))
 
@@ -348,8 +348,7 @@ class recompute:
         self.policy, self.verify = policy, verify
 
     def __enter__(self) -> recompute:
-        if not backends.disabled():
-            enter(self.policy, self.verify, self)
+        enter(self.policy, self.verify, self)
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:

@@ -48,9 +48,9 @@ class Watched:
         self.reasons = []
         original = inner.recipe
 
-        def recipe(tensor, node, base):
+        def recipe(tensor, whole, node):
             try:
-                return original(tensor, node, base)
+                return original(tensor, whole, node)
             except Exception as error:
                 self.reasons.append(str(error))
                 raise

@@ -66,6 +66,10 @@ UNARY = {
 COMPOSED = {
     "product": ("Mul Sin", lambda x: x * x.sin()),
     "scaled": ("Mul Gelu", lambda x: F.gelu(x) * 2.5),
+    "by_numbers": (
+        "Mul Div",
+        lambda x: torch.ops.aten.div.Scalar(torch.ops.aten.mul.Scalar(x.sin(), 2.5), 3),
+    ),
     "quotient": ("Div", lambda x: x / (x * x + 1)),
     "divided": ("Div Gelu", lambda x: F.gelu(x) / 3),
     "minimum": ("Minimum", lambda x: torch.minimum(x, x.sin())),
