@@ -66,7 +66,7 @@ def sbh(name, convert=False, dropout=0.0, autocast=False, loss_inside=True):
     model, inputs = model_and_input(name, dropout)
     if convert:
         pyckpt.convert(model)
-    unit = LAYERS * BATCH * (257 if name == "vit" else SEQUENCE) * HIDDEN * 2
+    unit = LAYERS * BATCH * (257 if name == "vit" else SEQUENCE) * HIDDEN
 
     def forward(on):
         torch.manual_seed(1)
