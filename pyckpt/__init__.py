@@ -2,7 +2,25 @@
 
 from . import backends, functional, memory, nn
 from .conversion import convert, report, revert
+from .engine import RecomputeError, recompute
+from .explanation import explain
+from .memory import assert_saved_bytes
+from .rules import register_rule
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "backends", "convert", "functional", "memory", "nn", "report", "revert"]
+__all__ = [
+    "RecomputeError",
+    "__version__",
+    "assert_saved_bytes",
+    "backends",
+    "convert",
+    "explain",
+    "functional",
+    "memory",
+    "nn",
+    "recompute",
+    "register_rule",
+    "report",
+    "revert",
+]

@@ -3,7 +3,7 @@
 Environment:
     PYCKPT_BACKEND   name of the backend to use wherever it applies; an error if it is not available
     PYCKPT_CPU_ISA   instruction set of the CPU kernels (x86-64-v2, x86-64-v3, x86-64-v4); default: the best one here
-    PYCKPT_DISABLE   "1": :func:`pyckpt.convert` leaves models as they are, with one warning
+    PYCKPT_DISABLE   "1": :func:`pyckpt.convert` and :func:`pyckpt.recompute` do nothing, with one warning
 """
 
 from __future__ import annotations
@@ -110,12 +110,16 @@ _warned_disabled = False
 
 
 def disabled() -> bool:
-    """Whether PYCKPT_DISABLE=1 is set: the operator's switch that turns conversion off. Warns once."""
+    """Whether PYCKPT_DISABLE=1 is set: the operator's switch that turns conversion and recomputation off. Warns once."""
     global _warned_disabled
     off = os.environ.get("PYCKPT_DISABLE", "") not in ("", "0")
     if off and not _warned_disabled:
         _warned_disabled = True
-        warnings.warn("PYCKPT_DISABLE is set: pyckpt leaves models as they are", RuntimeWarning, stacklevel=3)
+        warnings.warn(
+            "PYCKPT_DISABLE is set: pyckpt converts and recomputes nothing",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     return off
 
 

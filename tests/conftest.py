@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyckpt import backends
+from pyckpt import backends, engine
 
 BACKENDS = ["reference", "cpu"]
 
@@ -11,6 +11,13 @@ BACKENDS = ["reference", "cpu"]
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def unlearned(monkeypatch):
+    """The recompute engine as in a new process: nothing checked yet, no warning given."""
+    monkeypatch.setattr(engine, "_verdicts", {})
+    monkeypatch.setattr(engine, "_warned", set())
 
 
 @pytest.fixture(params=BACKENDS)

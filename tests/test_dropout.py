@@ -156,7 +156,6 @@ def test_softmax_with_dropout(kind, dtype, backend):
         grad = torch.randn(3, 9, 21, dtype=torch.float64).to(dtype)
         y = F.softmax(x, scale=0.6, dropout_p=0.4, **arguments)
         node = y.grad_fn
-        assert torch.equal(type(node)._forward_cls.recompute(node), y)
         (dx,) = torch.autograd.grad(y, x, grad, retain_graph=True)
         factors = dropout_factors(torch.empty(3, 9, 21, dtype=torch.float64), node.options.seed, 0.4)
         actual.append((y.detach(), dx))

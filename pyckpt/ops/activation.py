@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._records import regions
 from ._native import code, elementwise_view, like, native, resolved, strided
 from ._registry import (
     DTYPES,
@@ -98,8 +99,10 @@ class ActivationFunction(Function):
     def forward(ctx: Any, x: Tensor, activation: _Activation) -> Tensor:
         ctx.backend = backend_of(x)
         ctx.activation = activation
+        # In a recompute region the output is rebuilt from the input, so that a chain of cheap ops keeps one tensor, not two.
+        ctx.saves_output = activation.saves_output and not regions.stack
         y = activation.fwd(ctx.backend, x, *activation.arguments)
-        ctx.save_for_backward(y if activation.saves_output else x)
+        ctx.save_for_backward(y if ctx.saves_output else x)
         return y
 
     @staticmethod
@@ -109,11 +112,9 @@ class ActivationFunction(Function):
         return activation.bwd.in_backward(ctx.backend, grad, saved, *activation.arguments), None
 
     @staticmethod
-    def recompute(ctx: Any) -> Tensor:
+    def recompute(ctx: Any, x: Tensor) -> Tensor:
         """The forward's output, bit for bit, from what the node keeps."""
-        (saved,) = ctx.saved_tensors
-        activation = ctx.activation
-        return saved if activation.saves_output else activation.fwd(ctx.backend, saved, *activation.arguments)
+        return ctx.activation.fwd(ctx.backend, x, *ctx.activation.arguments)
 
 
 gelu_fwd.differentiable(lambda x, approximate: ActivationFunction.apply(x, _GELU[approximate]))

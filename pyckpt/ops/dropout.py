@@ -95,6 +95,11 @@ class DropoutFunction(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return dropout_op.in_backward(ctx.backend, grad, ctx.seed, ctx.p), None, None, None
 
+    @staticmethod
+    def recompute(ctx: Any, x: Tensor) -> Tensor:
+        """The forward's output, bit for bit, from its input."""
+        return dropout_op(ctx.backend, x, ctx.seed, ctx.p)
+
 
 dropout_op.differentiable(lambda x, seed, p: DropoutFunction.apply(x, seed, p))
 

@@ -234,9 +234,10 @@ class NormFunction(Function):
         )  # fmt: skip
 
     @staticmethod
-    def recompute(ctx: Any) -> Tensor:
+    def recompute(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor
+    ) -> Tensor:
         """The forward's output, bit for bit, from what the node keeps."""
-        x, weight, bias, statistics = ctx.saved_tensors
         return ctx.norm.recompute(ctx.backend, *ctx.norm.arguments(x, ctx.shape, weight, bias), statistics)
 
 

@@ -113,11 +113,8 @@ class SoftmaxFunction(Function):
         return dx * options.scale, dx.sum_to_size(ctx.mask_shape), None, None
 
     @staticmethod
-    def recompute(ctx: Any) -> Tensor:
-        """The forward's output, bit for bit, from what the node keeps."""
-        if ctx.options.seed is None:
-            return ctx.saved_tensors[0]
-        x, mask, statistics = ctx.saved_tensors
+    def recompute(ctx: Any, x: Tensor, mask: Tensor | None, statistics: Tensor) -> Tensor:
+        """The forward's output with dropout, bit for bit, from what the node keeps."""
         return softmax_recompute(ctx.backend, x, mask, *ctx.options, statistics)
 
 

@@ -1,0 +1,283 @@
+"""What autograd holds in place of the tensors that a forward saved, and how backward gets them back.
+
+A record is one of
+
+- ``(tensor, version)``: kept. PyTorch does not check versions of tensors that pass through hooks, so we do;
+- :class:`Recipe`: rebuilt by a :class:`Source`, from the records of what the producing node itself saved;
+- :class:`Outer`: kept by the saved-tensor hooks below ours (a checkpoint, an offloader), which PyTorch would not call.
+
+References point upstream only, from a saver to the source and from there to the producer's records. Nothing points back, so a
+dropped graph is freed without the garbage collector, and a source still works after a backward through another branch has
+released its producer.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_task_id = torch._C._current_graph_task_id
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+class RecomputeError(RuntimeError):
+    """A tensor cannot be rebuilt in backward, or a recompute rule is wrong."""
+
+
+class _Regions(threading.local):
+    """This thread's active recompute regions, innermost last, each with what began it."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Any, Any]] = []
+        self.suspended = False  # explain() compares with a forward without any
+
+
+regions = _Regions()
+
+
+class Source:
+    """How to rebuild one output of a node, and in backward the rebuilt tensor for as long as savers need it."""
+
+    __slots__ = (
+        "__weakref__",
+        "function",
+        "key",
+        "node",
+        "operands",
+        "rule",
+        "saved",
+        "shape",
+        "stream",
+        "stride",
+        "value",
+    )
+
+    # (id of node, number of output) -> source, so that all savers of one tensor share it. A source holds its node, which keeps
+    # the id from being given to another.
+    known: dict[tuple[int, int], weakref.ref[Source]] = {}  # noqa: RUF012
+
+    def __init__(
+        self, node: Any, output: Any, rule: Any, function: Callable[..., Tensor], operands: tuple[Any, ...]
+    ):
+        self.node = node
+        self.shape: tuple[int, ...] = output.shape
+        self.rule = rule
+        self.function = function
+        self.operands = operands  # records, or constants
+        self.stride: tuple[int, ...] | None = None  # of the original, once a saver has shown it
+        self.saved = False  # whether a node saves it; what only other sources read is not cached
+        self.value: Tensor | None = None
+        self.stream: Any = None
+        self.key = (id(node), output.number)
+        Source.known[self.key] = weakref.ref(self)
+
+    def __del__(self, forget: Callable[..., Any] = known.pop) -> None:
+        forget(self.key, None)
+
+    @staticmethod
+    def find(node: Any, number: int) -> Source | None:
+        reference = Source.known.get((id(node), number))
+        return None if reference is None else reference()
+
+    def get(self) -> Tensor:
+        """The tensor, rebuilt at the first call of a backward. Two threads may both rebuild it, to the same bits."""
+        value = self.value
+        if value is not None:
+            return value if self.stream is None else self._on_this_stream(value)
+        value = _quietly(self.function, [self._operand(record) for record in self.operands])
+        stride = self.stride
+        if stride is not None and value.stride() != stride:
+            value = value.new_empty_strided(value.shape, stride).copy_(value)
+        task = _task_id()
+        if self.saved and task >= 0:
+            if value.is_cuda:
+                stream = torch.cuda.current_stream(value.device)
+                self.stream = (stream, stream.record_event())
+            self.value = value
+            _drop_after(task, self)
+        return value
+
+    def _operand(self, record: Any) -> Any:
+        kind = type(record)
+        if kind is Recipe:
+            return record.get()
+        if kind is Outer:
+            return record.lend()
+        if kind is not tuple:
+            return record
+        tensor, version = record
+        if tensor._version != version:
+            raise RecomputeError(
+                f"a {_described(tensor)} was changed in place after {self.node.name()} had read it (version {tensor._version}, "
+                f"expected {version}), and backward needs it as it was to rebuild that node's output. Change a copy, or change "
+                "it after backward; or let the output be kept: convert(model, recompute=False), or a policy that saves this node"
+            )
+        if tensor.is_leaf and is_freed(tensor):
+            raise RecomputeError(
+                f"the output of {self.node.name()} cannot be rebuilt: the storage of a {_described(tensor)} that it reads has "
+                "been freed (a parameter resharded by FSDP?). Let the output be kept, by a policy that saves this node"
+            )
+        return tensor
+
+    def _on_this_stream(self, value: Tensor) -> Tensor:
+        stream, event = self.stream
+        current = torch.cuda.current_stream(value.device)
+        if current != stream:
+            current.wait_event(event)
+            value.record_stream(current)
+        return value
+
+    def drop(self) -> None:
+        self.value = self.stream = None
+
+    def flops(self) -> int:
+        """Of one rebuild, with those of nested sources that are not cached."""
+        nested = (r.source.flops() for r in self.operands if type(r) is Recipe and not r.source.saved)
+        return int(self.rule.flops(self.node, self.operands)) + sum(nested)
+
+    def readable_in_forward(self) -> bool:
+        """Whether no operand is held by the hooks below: those must not be asked before backward."""
+        return all(
+            type(r) is not Outer and (type(r) is not Recipe or r.source.readable_in_forward())
+            for r in self.operands
+        )
+
+
+class Recipe:
+    """The record of one saved tensor that is rebuilt: a source, and which view of its result was saved."""
+
+    __slots__ = ("geometry", "original", "source")
+
+    def __init__(self, source: Source, original: Tensor | None, geometry: Any):
+        self.source = source
+        self.geometry = geometry  # (shape, stride, offset) within the source's tensor; None: all of it
+        # To change a tensor after it was saved is an error in PyTorch, and no less one here: the rebuilt tensor would be right,
+        # but the same code without the engine would raise. Only unchanged tensors (version 0) are rebuilt.
+        self.original = None if original is None else weakref.ref(original)
+
+    def get(self) -> Tensor:
+        original = None if self.original is None else self.original()
+        if original is not None and original._version:
+            raise RuntimeError(_modified(original, 0))
+        value = self.source.get()
+        return value if self.geometry is None else value.as_strided(*self.geometry)
+
+
+class Outer:
+    """A tensor packed by the hooks below ours. They are asked for it once a backward, whoever needs it first: a checkpoint gives
+    each tensor once only."""
+
+    __slots__ = ("__weakref__", "lock", "packed", "shape", "unpack", "value")
+
+    def __init__(self, shape: tuple[int, ...], packed: Any, unpack: Callable[[Any], Tensor]):
+        self.shape = shape
+        self.packed = packed
+        self.unpack = unpack
+        self.lock = threading.Lock()
+        self.value: Tensor | None = None
+
+    def lend(self) -> Tensor:
+        """To a source; the node that saved the tensor will want it too."""
+        with self.lock:
+            if self.value is not None:
+                return self.value
+            value, task = self.unpack(self.packed), _task_id()
+            if task >= 0:
+                self.value = value
+                _drop_after(task, self)
+            return value
+
+    def take(self) -> Tensor:
+        """To the node that saved the tensor, which runs after all readers of its output: the last to ask."""
+        with self.lock:
+            value, self.value = self.value, None
+            return self.unpack(self.packed) if value is None else value
+
+    def drop(self) -> None:
+        self.value = None
+
+
+def unpack(record: Any) -> Tensor:
+    """The unpack hook of every region: a record says all that is needed."""
+    kind = type(record)
+    if kind is tuple:
+        tensor, version = record
+        if tensor._version != version:
+            raise RuntimeError(_modified(tensor, version))
+        return tensor
+    return record.get() if kind is Recipe else record.take()
+
+
+def shape_of(record: Any) -> tuple[int, ...]:
+    if type(record) is Recipe:
+        return record.source.shape if record.geometry is None else record.geometry[0]
+    return record.shape if type(record) is Outer else record[0].shape
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether the tensor has lost its storage, as FSDP's resharded parameters have."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
+def _described(tensor: Tensor) -> str:
+    kind = "parameter" if tensor.is_leaf and tensor.requires_grad else "tensor"
+    return f"{kind} of shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _modified(tensor: Tensor, version: int) -> str:
+    """PyTorch's own text."""
+    node = tensor.grad_fn
+    name = "" if node is None else re.sub(r"Backward\d*$", "", node.name())
+    made = "" if node is None else f", which is output {tensor.output_nr} of {name},"
+    return (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}]{made} is at version {tensor._version}; expected version {version} instead. "
+        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True, check_nan=False)."
+    )
+
+
+def _quietly(function: Callable[..., Tensor], operands: list[Any]) -> Tensor:
+    """Without autograd, and in the operands' dtypes whatever autocast would say: what was saved has been cast already."""
+    if not torch.is_grad_enabled() and not torch._C._is_any_autocast_enabled():
+        return function(*operands)
+    device = next((a.device.type for a in operands if isinstance(a, Tensor)), "cpu")
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        return function(*operands)
+
+
+# Rebuilt tensors die with their savers. Where a saver outlives the backward (retain_graph, the gradient of a part of the graph),
+# they are dropped at the end of the backward, and under retain_graph as soon as the producer has run.
+_cached: dict[int, list[weakref.ref[Any]]] = {}
+
+
+def _drop_after(task: int, holder: Source | Outer) -> None:
+    holders = _cached.get(task)
+    if holders is None:
+        holders = _cached[task] = []
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_end_of_backward, task))
+    holders.append(weakref.ref(holder))
+    if type(holder) is Source and _keeps_graph():
+        reference = weakref.ref(holder)
+
+        def producer_ran(*_: Any) -> None:
+            handle.remove()
+            source = reference()
+            if source is not None:
+                source.drop()
+
+        handle = holder.node.register_hook(producer_ran)
+
+
+def _end_of_backward(task: int) -> None:
+    for reference in _cached.pop(task, ()):
+        holder = reference()
+        if holder is not None:
+            holder.drop()

@@ -1,0 +1,365 @@
+"""Recompute rules for PyTorch's own nodes.
+
+Each repeats the call that made the output, with what the node keeps (derivatives.yaml of PyTorch says what that is). The one that
+cannot is layer_norm, whose node keeps no eps: its formula is written out, and its bits checked at first use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._records import shape_of
+from .rules import OWN_OUTPUT, RULES, Capture, Edge, Flops, Output, Rule, Unavailable, elements, needed, saved
+
+aten = torch.ops.aten
+Captured = tuple[Callable[..., Tensor], tuple[Any, ...]]
+
+
+def _rule(name: str, flops: int | Flops = 1, **options: Any) -> Callable[[Capture], Capture]:
+    """Registers a rule; `flops` as a number is that of an element of the output."""
+    count = flops if callable(flops) else lambda node, operands: flops * elements(node)
+
+    def register(capture: Capture) -> Capture:
+        RULES[name] = Rule(name, capture, flops=count, **options)
+        return capture
+
+    return register
+
+
+def _integer(value: int) -> int:
+    """Nodes show negative dimensions as unsigned."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _unary(name: str, function: Callable[..., Tensor], *options: str, flops: int = 1) -> None:
+    """The node keeps `self`, and the other arguments under the names `options`."""
+
+    @_rule(name, flops)
+    def capture(node: Any, output: Output, edge: Edge) -> Captured:
+        arguments = {option: getattr(node, "_saved_" + option) for option in options}
+        return (partial(function, **arguments) if arguments else function), (saved(node, "self"),)
+
+
+_unary("GeluBackward0", F.gelu, "approximate", flops=20)
+_unary("SiluBackward0", F.silu, flops=12)
+_unary("MishBackward0", F.mish, flops=25)
+_unary("SoftplusBackward0", aten.softplus, "beta", "threshold", flops=20)
+_unary("LogSigmoidBackward0", F.logsigmoid, flops=20)
+_unary("EluBackward0", aten.elu, "alpha", "scale", "input_scale", flops=12)
+_unary("CeluBackward0", torch.celu, "alpha", flops=12)
+_unary("LeakyReluBackward0", F.leaky_relu, "negative_slope")
+_unary("HardswishBackward0", F.hardswish, flops=4)
+_unary("HardsigmoidBackward0", F.hardsigmoid, flops=4)
+_unary("HardtanhBackward0", F.hardtanh, "min_val", "max_val")
+_unary("HardshrinkBackward0", F.hardshrink, "lambd")
+_unary("SoftshrinkBackward0", F.softshrink, "lambd")
+_unary("ClampBackward1", torch.clamp, "min", "max")
+_unary("AbsBackward0", torch.abs)
+_unary("SinBackward0", torch.sin, flops=15)
+_unary("CosBackward0", torch.cos, flops=15)
+_unary("ErfBackward0", torch.erf, flops=20)
+_unary("LogBackward0", torch.log, flops=15)
+_unary("Log1PBackward0", torch.log1p, flops=15)
+_unary("PowBackward0", torch.pow, "exponent")
+
+
+@_rule("GluBackward0", 12)
+def _glu(node: Any, output: Output, edge: Edge) -> Captured:
+    return partial(F.glu, dim=_integer(node._saved_dim)), (saved(node, "self"),)
+
+
+@_rule("PreluKernelBackward0")
+def _prelu(node: Any, output: Output, edge: Edge) -> Captured:
+    return torch._prelu_kernel, (saved(node, "self"), saved(node, "weight"))
+
+
+def _binary(name: str, function: Callable[..., Tensor]) -> None:
+    """The node keeps each operand that the other's gradient needs; one that it does not keep may be had from its producer."""
+
+    @_rule(name)
+    def capture(node: Any, output: Output, edge: Edge) -> Captured:
+        first, second = saved(node, "self"), saved(node, "other")
+        return function, (edge(0) if first is None else first, edge(1) if second is None else second)
+
+
+def _by_number(name: str, function: Callable[..., Tensor]) -> None:
+    @_rule(name)
+    def capture(node: Any, output: Output, edge: Edge) -> Captured:
+        return function, (edge(0), node._saved_other)
+
+
+_binary("MulBackward0", torch.mul)
+_binary("DivBackward0", torch.div)
+_by_number("MulBackward1", torch.mul)
+_by_number("DivBackward1", torch.div)
+_binary("MinimumBackward0", torch.minimum)
+_binary("MaximumBackward0", torch.maximum)
+
+
+# Nodes that keep no operand. In a residual connection the second is the branch, which ends in a matrix product: asked for first,
+# it ends the search.
+
+
+@_rule("AddBackward0")
+def _add(node: Any, output: Output, edge: Edge) -> Captured:
+    second = edge(1)
+    return partial(torch.add, alpha=node._saved_alpha), (edge(0), second)
+
+
+@_rule("SubBackward0")
+def _subtract(node: Any, output: Output, edge: Edge) -> Captured:
+    second = edge(1)
+    return partial(torch.sub, alpha=node._saved_alpha), (edge(0), second)
+
+
+@_rule("NegBackward0")
+def _negate(node: Any, output: Output, edge: Edge) -> Captured:
+    return torch.neg, (edge(0),)
+
+
+@_rule("CatBackward0")
+def _concatenate(node: Any, output: Output, edge: Edge) -> Captured:
+    dim = _integer(node._saved_dim)
+    return (lambda *tensors: torch.cat(tensors, dim)), tuple(edge(i) for i in range(len(node.next_functions)))
+
+
+@_rule("ToCopyBackward0", sampled=True)
+def _cast(node: Any, output: Output, edge: Edge) -> Captured:
+    return partial(Tensor.to, device=output.device, dtype=output.dtype), (edge(0),)
+
+
+@_rule("EmbeddingBackward0")
+def _embedding(node: Any, output: Output, edge: Edge) -> Captured:
+    return F.embedding, (saved(node, "indices"), edge(0))
+
+
+# Norms
+
+
+def _layer_norm_formula(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor
+) -> Tensor:
+    y = torch.sub(x, mean).mul_(rstd)
+    if weight is not None:
+        y = torch.addcmul(bias, y, weight) if bias is not None else y.mul_(weight)
+    elif bias is not None:
+        y = y.add_(bias)
+    return y.to(x.dtype)
+
+
+@_rule("NativeLayerNormBackward0", 6, same_call=False)
+def _layer_norm(node: Any, output: Output, edge: Edge) -> Captured:
+    _first_output(output)
+    mean = saved(node, "result1")
+    if _dtype(mean) in (torch.bfloat16, torch.float16):
+        raise Unavailable(
+            "layer_norm keeps its statistics in 16 bits here; pyckpt.convert(model) swaps in one that does not"
+        )
+    return _layer_norm_formula, (
+        saved(node, "input"),
+        saved(node, "weight"),
+        saved(node, "bias"),
+        mean,
+        saved(node, "result2"),
+    )
+
+
+def _dtype(record: Any) -> torch.dtype | None:
+    return record[0].dtype if type(record) is tuple else None
+
+
+def _first_output(output: Output) -> None:
+    if output.number:
+        raise Unavailable("only the first output can be rebuilt")
+
+
+def _affine(node: Any, edge: Edge) -> tuple[Any, Any]:
+    """Weight and bias of a norm whose node keeps the weight only."""
+    weight = saved(node, "weight")
+    has_bias = node.next_functions[2][0] is not None
+    if weight is not None and not has_bias:
+        raise Unavailable("its frozen bias is kept nowhere")
+    return weight, edge(2) if has_bias else None
+
+
+@_rule("NativeGroupNormBackward0", 8)
+def _group_norm(node: Any, output: Output, edge: Edge) -> Captured:
+    _first_output(output)
+    sizes = node._saved_N, node._saved_C, node._saved_HxW, node._saved_group, node._saved_eps
+
+    def function(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return torch.native_group_norm(x, weight, bias, *sizes)[0]
+
+    return function, (saved(node, "input"), *_affine(node, edge))
+
+
+@_rule("NativeBatchNormBackward0", 8)
+def _batch_norm(node: Any, output: Output, edge: Edge) -> Captured:
+    _first_output(output)
+    eps = node._saved_eps
+    x, (weight, bias) = saved(node, "input"), _affine(node, edge)
+    if node._saved_training:  # without the running statistics, which the forward has already moved
+
+        def function(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+            return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
+
+        return function, (x, weight, bias)
+    statistics = [needed(saved(node, name), "its statistics") for name in ("running_mean", "running_var")]
+    if any(type(record) is not tuple for record in statistics):
+        raise Unavailable("its running statistics are held by other hooks")
+    # Copies, of one number a channel: training moves these buffers without counting a new version.
+    mean, variance = (record[0].clone() for record in statistics)
+
+    def frozen(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]
+
+    return frozen, (x, weight, bias)
+
+
+# Views, and copies, as steps on the way to another node's output
+
+
+def _view(name: str, function: Callable[[Any, Output], Callable[[Tensor], Tensor]]) -> None:
+    @_rule(name, 0, view=True)
+    def capture(node: Any, output: Output, edge: Edge) -> Captured:
+        return function(node, output), (edge(0),)
+
+
+for _name in ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Alias"):
+    for _number in (0, 1, 2):
+        _view(f"{_name}Backward{_number}", lambda node, output: lambda x: x.reshape(output.shape))
+_view("ExpandBackward0", lambda node, output: lambda x: x.expand(output.shape))
+_view("TBackward0", lambda node, output: torch.t)
+_view("CloneBackward0", lambda node, output: torch.clone)
+_view(
+    "TransposeBackward0",
+    lambda node, output: partial(
+        torch.transpose, dim0=_integer(node._saved_dim0), dim1=_integer(node._saved_dim1)
+    ),
+)
+_view(
+    "PermuteBackward0",
+    lambda node, output: partial(torch.permute, dims=[_integer(d) for d in node._saved_dims]),
+)
+_view(
+    "SliceBackward0",
+    lambda node, output: (
+        lambda x: aten.slice(
+            x,
+            _integer(node._saved_dim),
+            _integer(node._saved_start),
+            _integer(node._saved_end),
+            node._saved_step,
+        )
+    ),
+)
+_view(
+    "SelectBackward0",
+    lambda node, output: partial(
+        torch.select, dim=_integer(node._saved_dim), index=_integer(node._saved_index)
+    ),
+)
+_view(
+    "SplitBackward0",
+    lambda node, output: lambda x: x.split(node._saved_split_size, _integer(node._saved_dim))[output.number],
+)
+_view(
+    "SplitWithSizesBackward0",
+    lambda node, output: (
+        lambda x: x.split(list(node._saved_split_sizes), _integer(node._saved_dim))[output.number]
+    ),
+)
+_view("UnbindBackward0", lambda node, output: lambda x: x.unbind(_integer(node._saved_dim))[output.number])
+
+OWN_OUTPUT.update(
+    dict.fromkeys(
+        (
+            *(
+                "SigmoidBackward0",
+                "TanhBackward0",
+                "ReluBackward0",
+                "ExpBackward0",
+                "Expm1Backward0",
+                "SqrtBackward0",
+            ),
+            *(
+                "RsqrtBackward0",
+                "ReciprocalBackward0",
+                "SoftmaxBackward0",
+                "SafeSoftmaxBackward0",
+                "LogSoftmaxBackward0",
+                "PowBackward1",
+            ),
+        ),
+        "result",
+    ),
+    ScaledDotProductFlashAttentionForCpuBackward0="output",
+    ScaledDotProductFlashAttentionBackward0="output",
+    ScaledDotProductEfficientAttentionBackward0="output",
+    ScaledDotProductCudnnAttentionBackward0="output",
+)
+
+
+# Matrix products: for policies that ask for them
+
+
+def _product(node: Any, operands: tuple[Any, ...]) -> int:
+    """2 m n k: the elements of the output, times the common dimension of the two factors, the last two operands."""
+    return 2 * elements(node) * shape_of(operands[-2])[-1]
+
+
+@_rule("MmBackward0", _product, matrix=True)
+def _mm(node: Any, output: Output, edge: Edge) -> Captured:
+    return torch.mm, _factors(node, edge, "self", "mat2", 0)
+
+
+@_rule("BmmBackward0", _product, matrix=True)
+def _bmm(node: Any, output: Output, edge: Edge) -> Captured:
+    return torch.bmm, _factors(node, edge, "self", "mat2", 0)
+
+
+@_rule("AddmmBackward0", _product, matrix=True)
+def _addmm(node: Any, output: Output, edge: Edge) -> Captured:
+    function = partial(torch.addmm, alpha=node._saved_alpha, beta=node._saved_beta)
+    return function, (edge(0), *_factors(node, edge, "mat1", "mat2", 1))
+
+
+@_rule("BaddbmmBackward0", _product, matrix=True)
+def _baddbmm(node: Any, output: Output, edge: Edge) -> Captured:
+    function = partial(torch.baddbmm, alpha=node._saved_alpha, beta=node._saved_beta)
+    return function, (edge(0), *_factors(node, edge, "batch1", "batch2", 1))
+
+
+def _factors(node: Any, edge: Edge, first: str, second: str, index: int) -> tuple[Any, Any]:
+    """The node keeps each factor that the other's gradient needs."""
+    a, b = saved(node, first), saved(node, second)
+    return edge(index) if a is None else a, edge(index + 1) if b is None else b
+
+
+def _convolution_flops(node: Any, operands: tuple[Any, ...]) -> int:
+    x, weight = shape_of(operands[0]), shape_of(operands[1])
+    return 2 * (math.prod(x) if node._saved_transposed else elements(node)) * math.prod(weight[1:])
+
+
+@_rule("ConvolutionBackward0", _convolution_flops, matrix=True)
+def _convolution(node: Any, output: Output, edge: Edge) -> Captured:
+    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    options = [getattr(node, "_saved_" + name) for name in names]
+    x, weight = saved(node, "input"), saved(node, "weight")
+    bias = None
+    if node._saved_bias_sym_sizes_opt is not None:
+        if node.next_functions[2][0] is None:
+            raise Unavailable("its frozen bias is kept nowhere")
+        bias = edge(2)
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.convolution(x, weight, bias, *options)
+
+    return function, (edge(0) if x is None else x, edge(1) if weight is None else weight, bias)

@@ -1,0 +1,266 @@
+"""What goes wrong in or around the recompute engine says so: rules of users, changed tensors, misuse."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pyckpt import RecomputeError, engine, recompute, register_rule
+from tests._engine import Watched, assert_same, blocks, gradients, region
+
+pytestmark = pytest.mark.usefixtures("unlearned")
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return x.tanh() * factor, x.sin()
+
+    @staticmethod
+    def backward(ctx, first, second):
+        (x,) = ctx.saved_tensors
+        return first * ctx.factor * (1 - x.tanh() ** 2) + second * x.cos(), None
+
+
+def use(rebuild=None, x=None):
+    x = torch.randn(64, 64, requires_grad=True) if x is None else x
+    weight = torch.randn(64, 64, requires_grad=True, generator=torch.Generator().manual_seed(0))
+    with Watched() as watched:
+        a, b = Twice.apply(x * 2, 3.0)
+        loss = (a @ weight).sum() + (b @ weight).sum()
+    return torch.autograd.grad(loss, [x, weight]), watched
+
+
+@pytest.fixture
+def no_rules(monkeypatch):
+    monkeypatch.setattr("pyckpt.rules._FUNCTIONS", dict(engine.rule_of.__globals__["_FUNCTIONS"]))
+
+
+def test_rules_of_users(no_rules):
+    torch.manual_seed(0)
+    x = torch.randn(64, 64, requires_grad=True)
+    expected, watched = use(x=x)
+    assert any("no rule for TwiceBackward" in reason for reason in watched.reasons)
+
+    @register_rule(Twice)
+    def rebuild(ctx, x):
+        return x.tanh() * ctx.factor, x.sin()
+
+    actual, watched = use(x=x)
+    assert_same(actual, expected)
+    assert watched.rebuilt == 3
+    with pytest.raises(TypeError, match=r"subclass of torch\.autograd\.Function"):
+        register_rule(F.gelu)
+
+
+@pytest.mark.parametrize(
+    ("rebuild", "message"),
+    [
+        (lambda ctx, x: (x[0], x), r"returned \(64,\), torch.float32 where the forward made \(64, 64\)"),
+        (lambda ctx, x: (x.double(), x), "returned .*torch.float64"),
+        (lambda ctx, x: (None, None), "returned NoneType"),
+        (lambda ctx, x: (x.tanh(), x.sin()), "does not give the bits"),
+        (lambda ctx, x: 1 / 0, "raised ZeroDivisionError"),
+    ],
+)
+def test_wrong_rules_of_users_are_named(no_rules, rebuild, message):
+    register_rule(Twice)(rebuild)
+
+    class Holder(nn.Module):
+        def forward(self, x):
+            return use(x=x)
+
+    model = nn.ModuleDict({"middle": Holder()})
+    model.forward = None
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model["middle"]
+
+        def forward(self, x):
+            return self.inner(x)
+
+    with pytest.raises(RecomputeError, match=message) as error:
+        Outer()(torch.randn(64, 64, requires_grad=True))
+    assert "TwiceBackward in Holder (inner)" in str(error.value)
+
+
+def test_wrong_built_in_rule_is_switched_off(monkeypatch):
+    from pyckpt import rules
+
+    rule = rules.RULES["GeluBackward0"]
+    wrong = rules.Rule(
+        rule.name, lambda n, o, e: (lambda x: F.gelu(x) * 1.0001, rule.capture(n, o, e)[1]), rule.flops
+    )
+    monkeypatch.setitem(rules.RULES, "GeluBackward0", wrong)
+    model, x = blocks(), torch.randn(4, 8, 32)
+    expected = gradients(model, lambda: model(x).square().mean())
+    with (
+        pytest.warns(UserWarning, match="GeluBackward0.*does not give the bits") as caught,
+        Watched() as watched,
+    ):
+        loss = model(x).square().mean()
+    assert len(caught) == 1
+    assert_same(gradients(model, lambda: loss), expected)
+    assert any("same bits" in reason for reason in watched.reasons)
+
+
+def test_misuse():
+    with pytest.raises(ValueError, match="policy must be 'pointwise' or a function"):
+        recompute("everything")
+    with pytest.warns(UserWarning, match="nothing in this region could be recomputed"), recompute():
+        nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))(torch.randn(64, 64))
+
+
+def test_kill_switch(monkeypatch):
+    monkeypatch.setenv("PYCKPT_DISABLE", "1")
+    with pytest.warns(RuntimeWarning, match="PYCKPT_DISABLE"), recompute():
+        loss = blocks()(torch.randn(4, 8, 32)).sum()
+        assert not engine.regions.stack
+    loss.backward()
+
+
+def outcome(function, on):
+    """The results, or the text of the error."""
+    torch.manual_seed(0)
+    try:
+        return [g.clone() for g in function(region(on))]
+    except RuntimeError as error:
+        return error
+
+
+def change_of_a_kept_tensor(context):
+    weight = torch.randn(32, 32, requires_grad=True)
+    with context:
+        h = torch.randn(32, 32) @ weight
+        y = h.sin()
+        h.add_(1)
+    return torch.autograd.grad(y.sum(), [weight])
+
+
+def change_of_a_rebuilt_tensor(context):
+    linear = nn.Linear(32, 32)
+    with context:
+        y = F.gelu(torch.randn(16, 32, requires_grad=True) * 2)
+        z = linear(y)
+        y.add_(2)
+    return torch.autograd.grad(z.sum(), list(linear.parameters()))
+
+
+def change_of_a_view_of_a_rebuilt_tensor(context):
+    linear = nn.Linear(32, 32)
+    with context:
+        y = F.gelu(torch.randn(16, 32, requires_grad=True) * 2)
+        z = linear(y)
+        y[0].zero_()
+    return torch.autograd.grad(z.sum(), list(linear.parameters()))
+
+
+def change_of_a_parameter(context):
+    norm, linear = nn.LayerNorm(32), nn.Linear(32, 32)
+    with context:
+        out = linear(norm(torch.randn(16, 32))).square().sum()
+    with torch.no_grad():
+        norm.weight.mul_(3)
+    return torch.autograd.grad(out, [norm.weight, linear.weight])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        change_of_a_kept_tensor,
+        change_of_a_rebuilt_tensor,
+        change_of_a_view_of_a_rebuilt_tensor,
+        change_of_a_parameter,
+    ],
+)
+def test_what_eager_refuses_is_refused_with_its_words(function):
+    eager, ours = outcome(function, False), outcome(function, True)
+    assert isinstance(eager, RuntimeError) and isinstance(ours, RuntimeError)
+    if not isinstance(ours, RecomputeError):
+        assert str(ours).partition("Hint")[0] == str(eager).partition("Hint")[0]
+
+
+def changed_input(context):
+    first, second = (torch.randn(32, 32, requires_grad=True) for _ in range(2))
+    with context:
+        h = torch.randn(16, 32) @ first
+        y = F.gelu(h)
+        z = y @ second
+        h.mul_(0.5)
+    return torch.autograd.grad(z.sum(), [second])
+
+
+def changed_norm_weight(context):
+    norm, linear = nn.LayerNorm(32), nn.Linear(32, 32)
+    with context:
+        out = linear(norm(torch.randn(16, 32))).square().sum()
+    with torch.no_grad():
+        norm.weight.mul_(3)
+    return torch.autograd.grad(out, [linear.weight])
+
+
+def changed_weight_of_a_cast(context):
+    linear = nn.Linear(32, 32)
+    x = torch.randn(16, 32, requires_grad=True)
+    with context, torch.autocast("cpu", torch.bfloat16):
+        out = linear(x).float().sum()
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    return torch.autograd.grad(out, [x])
+
+
+@pytest.mark.parametrize("function", [changed_input, changed_norm_weight, changed_weight_of_a_cast])
+def test_what_eager_allows_and_a_recipe_cannot_is_refused_loudly(function):
+    assert isinstance(outcome(function, False), list)
+    with pytest.raises(RecomputeError, match=r"was changed in place after .* had read it.*recompute=False"):
+        raise outcome(function, True)
+
+
+def test_change_through_data_goes_unseen_as_in_eager():
+    """.data counts no version. The rebuilt tensor is the one that the forward used."""
+
+    def function(context):
+        linear = nn.Linear(32, 32)
+        with context:
+            y = F.gelu(torch.randn(16, 32, requires_grad=True) * 2)
+            kept = y.detach().clone()
+            z = linear(y)
+            y.data.mul_(2)
+        (g,) = torch.autograd.grad(z.sum(), [linear.weight])
+        return g, kept
+
+    gradient, kept = outcome(function, True)
+    assert torch.equal(gradient, torch.ones(16, 32).t() @ kept)
+
+
+def test_freed_parameter_is_not_read():
+    """As FSDP's resharding leaves it: a storage of no bytes. Reading it would be a segmentation fault."""
+    norm, linear = nn.LayerNorm(32), nn.Linear(32, 32)
+    x = torch.randn(16, 32)
+    with Watched():
+        out = linear(norm(x)).square().sum()
+    storage = norm.weight.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    with pytest.raises(
+        RecomputeError, match=r"storage of a parameter of shape \(32,\), float32 that it reads has been freed"
+    ):
+        torch.autograd.grad(out, linear.weight)
+    storage.resize_(size)
+
+
+def test_parameter_freed_before_a_consumer_saves():
+    table, linear = nn.Embedding(40, 32), nn.Linear(32, 32)
+    with Watched() as watched:
+        y = table(torch.arange(40))
+        storage = table.weight.untyped_storage()
+        size = storage.nbytes()
+        storage.resize_(0)
+        loss = linear(y).sum()
+    assert any("storage is freed" in reason for reason in watched.reasons)
+    storage.resize_(size)
+    torch.autograd.grad(loss, linear.weight)
