@@ -2,7 +2,7 @@
 
 A swap assigns ``module.__class__`` and nothing else that anyone could notice: the module object, its
 parameters, buffers, hooks, training flag and place in the model stay, and so do optimizers, tied weights and
-handles that refer to them.
+handles that refer to them. The model itself gets two forward hooks, which are the recompute engine.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import nn
 
 from . import backends
 from . import functional as fused_functions
+from ._installation import install, installed, uninstall
 from ._targets import FUSED_CLASSES, Target, classify, describe
 from ._verify import ConversionError, place_of, verify_swap
 
@@ -36,8 +37,11 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _MARK = "_pyckpt_original"
 
 
-def convert(model: ModuleT, *, verify: bool = False) -> ModuleT:
-    """Swap the layers of ``model`` that pyckpt has fused, in place, and return the model.
+def convert(model: ModuleT, *, recompute: bool = True, verify: bool = False) -> ModuleT:
+    """Make ``model`` keep less for backward: swap its layers for fused ones, in place, and recompute.
+
+    The recompute engine is put around the model's forward (see :func:`pyckpt.recompute`): whatever can be rebuilt
+    without a matrix product is not kept, and outputs and gradients are the same bits as without it.
 
     Swapped are modules whose type is exactly ``torch.nn.GELU``, ``SiLU``, ``ReLU``, ``LayerNorm``,
     ``RMSNorm``, ``Dropout`` or ``Softmax``, the activation function of torch's Transformer layers, and activation
@@ -58,6 +62,9 @@ def convert(model: ModuleT, *, verify: bool = False) -> ModuleT:
 
     Args:
         model: any module; a bare ``nn.LayerNorm`` too.
+        recompute: False: only swap, and take the engine away if it was put there before. It is never put on a module without
+            submodules, which has nothing to rebuild. ``torch.compile`` decides by itself what to recompute, so on a
+            compiled model it does nothing.
         verify: run old and new on random input, forward and gradient with respect to the input, on each
             module's device and dtype, before anything is swapped. Dropout is compared in evaluation. Modules
             without data of their own (on the meta device, sharded) are compared with random parameters.
@@ -83,11 +90,17 @@ def convert(model: ModuleT, *, verify: bool = False) -> ModuleT:
             verify_swap(_name(path), module, target, place)
     for _, module, target in swaps:
         _swap(module, target)
+    if recompute and root is model and next(root.children(), None) is not None:
+        install(root)
+    elif not recompute:
+        uninstall(root)
     return model
 
 
 def revert(model: ModuleT) -> ModuleT:
-    """Give every module that :func:`convert` swapped its original class back, in place, and return the model.
+    """Give every module that :func:`convert` swapped its original class back, and take the engine away, in place.
+
+    Returns the model.
 
     Only those: a ``pyckpt.nn`` module that the model was built with stays. A module that was changed again
     after conversion (its class by ``fully_shard`` or ``parametrize``, its forward by a patch on the instance)
@@ -97,6 +110,7 @@ def revert(model: ModuleT) -> ModuleT:
         TypeError: ``model`` is not a module.
     """
     _require_module("revert", model)
+    uninstall(_unwrap(model))
     for path, module in _unwrap(model).named_modules():
         if _MARK not in vars(module):
             continue
@@ -118,7 +132,7 @@ def report(model: nn.Module) -> Report:
         TypeError: ``model`` is not a module.
     """
     _require_module("report", model)
-    result = Report()
+    result = Report(recompute=installed(_unwrap(model)))
     for path, module, verdict in _decisions(_unwrap(model)):
         mark = vars(module).get(_MARK)
         if mark is not None:
@@ -180,20 +194,24 @@ class Report:
         swapped: path -> ``"nn.GELU -> pyckpt.nn.GELU"``.
         left: path -> the reason; norms, activations, dropouts and softmaxes only.
         native: path -> class, of ``pyckpt.nn`` modules that the model was built with.
+        recompute: whether the engine is on the model's forward.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     native: dict[str, str] = field(default_factory=dict)
+    recompute: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries, fit for JSON: the three mappings, and ``counts`` with the size of each."""
+        """Plain dictionaries, fit for JSON: the three mappings, ``counts`` with the size of each, and ``recompute``."""
         parts = {"swapped": dict(self.swapped), "left": dict(self.left), "native": dict(self.native)}
-        return {**parts, "counts": {name: len(rows) for name, rows in parts.items()}}
+        counts = {name: len(rows) for name, rows in parts.items()}
+        return {**parts, "counts": counts, "recompute": self.recompute}
 
     def __str__(self) -> str:
         titles = {"swapped": self.swapped, "built with pyckpt.nn": self.native, "left": self.left}
-        lines = ["pyckpt: " + ", ".join(f"{len(rows)} {title}" for title, rows in titles.items())]
+        counts = [f"{len(rows)} {title}" for title, rows in titles.items()]
+        lines = ["pyckpt: " + ", ".join([*counts, f"recompute engine {'on' if self.recompute else 'off'}"])]
         tables = {title: _grouped(rows) for title, rows in titles.items() if rows}
         width = max((len(path) for table in tables.values() for path, _ in table), default=0)
         for title, table in tables.items():

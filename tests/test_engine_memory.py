@@ -65,7 +65,7 @@ def sbh(name, convert=False, dropout=0.0, autocast=False, loss_inside=True):
     """(eager, engine), and asserts that the gradients are the same bits."""
     model, inputs = model_and_input(name, dropout)
     if convert:
-        pyckpt.convert(model)
+        pyckpt.convert(model, recompute=False)
     unit = LAYERS * BATCH * (257 if name == "vit" else SEQUENCE) * HIDDEN
 
     def forward(on):
