@@ -30,12 +30,6 @@ PYCKPT_HD uint64_t to_bits(double x) { return __builtin_bit_cast(uint64_t, x); }
 PYCKPT_HD float from_bits(uint32_t x) { return __builtin_bit_cast(float, x); }
 PYCKPT_HD double from_bits(uint64_t x) { return __builtin_bit_cast(double, x); }
 
-// Comparisons are ordered so that NaN passes through.
-template <class F>
-PYCKPT_HD F clamp(F x, F low, F high) {
-  x = x < low ? low : x;
-  return x > high ? high : x;
-}
 PYCKPT_HD float absolute(float x) { return from_bits(to_bits(x) & 0x7fffffffu); }
 PYCKPT_HD double absolute(double x) { return from_bits(uint64_t(to_bits(x) & 0x7fffffffffffffffull)); }
 
@@ -58,12 +52,12 @@ struct Binary;
 template <>
 struct Binary<float> {
   static constexpr float round = 12582912.0f + 127.0f, underflow = 88.0296919f;  // 127 ln(2)
-  static constexpr float log2e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
+  static constexpr float log2e = 1.44269504f;
 };
 template <>
 struct Binary<double> {
   static constexpr double round = 6755399441055744.0 + 1023.0, underflow = 709.08956571282407;  // 1023 ln(2)
-  static constexpr double log2e = 1.44269504088896339, ln2_high = 6.93147180369123816e-01, ln2_low = 1.90821492927058770e-10;
+  static constexpr double log2e = 1.44269504088896339;
 };
 PYCKPT_HD float power_of_two(float shifted) { return from_bits(to_bits(shifted) << 23); }
 PYCKPT_HD double power_of_two(double shifted) { return from_bits(uint64_t(to_bits(shifted) << 52)); }
@@ -71,9 +65,9 @@ PYCKPT_HD double power_of_two(double shifted) { return from_bits(uint64_t(to_bit
 // Polynomials below are split into short chains (Estrin's scheme): one long chain of dependent multiply-adds would leave the
 // processor's scheduler full of instructions that wait.
 
-// scale 2^z for z in [-127, 0], within 1e-7 (the error of z apart); `scale` is to be a constant.
-PYCKPT_HD float scaled_power(float scale, float z) {
-  const float shifted = z + Binary<float>::round, f = z - (shifted - Binary<float>::round);
+// scale 2^(a c) for a c in [-127, 0], within 1e-7; `scale` is to be a constant.
+PYCKPT_HD float scaled_power(float scale, float a, float c) {
+  const float shifted = fused(a, c, Binary<float>::round), f = fused(a, c, Binary<float>::round - shifted);
   const float f2 = f * f;
   const float high = fused(scale * 1.326472725e-03f, f, scale * 9.671512786e-03f);
   const float middle = fused(scale * 5.550733744e-02f, f, scale * 2.402224208e-01f);
@@ -82,13 +76,11 @@ PYCKPT_HD float scaled_power(float scale, float z) {
   return p * power_of_two(shifted);
 }
 
-// exp(r) on |r| <= ln(2) / 2 as 1 + r + r^2 p(r); p interpolates at Chebyshev nodes, error below 2e-10 (float), 2e-19.
+// exp(r) on |r| <= ln(2) / 2 as 1 + r + r^2 p(r); p minimax, error below 4e-9 (float); interpolated at Chebyshev nodes, 2e-19.
 PYCKPT_HD float exp_reduced(float r) {
   const float r2 = r * r;
-  const float high = fused(1.989099082e-04f, r, 1.393365000e-03f);
-  const float middle = fused(8.333310925e-03f, r, 4.166646493e-02f);
-  const float low = fused(1.666666668e-01f, r, 5.000000013e-01f);
-  return fused(fused(fused(high, r2, middle), r2, low), r2, r) + 1.0f;
+  const float middle = fused(8.368715486e-03f, r, 4.166838789e-02f), low = fused(1.666652064e-01f, r, 4.999999345e-01f);
+  return fused(fused(fused(1.381460308e-03f, r2, middle), r2, low), r2, 1.0f + r);
 }
 PYCKPT_HD double exp_reduced(double r) {
   const double r2 = r * r, r4 = r2 * r2;
@@ -101,13 +93,23 @@ PYCKPT_HD double exp_reduced(double r) {
   return fused(fused(high, r4, fused(b, r2, a)), r2, r) + 1.0;
 }
 
-// exp(x) within 2 ulp for x in [-underflow, 0].
+// x - n ln(2). One multiply-add will do for float: what ln(2) loses to rounding is felt in results near underflow alone.
+PYCKPT_HD float without_powers(float x, float n) {
+#if defined(PYCKPT_FUSED)
+  return fused(-n, 0.693147181f, x);
+#else
+  return x - n * 0.693359375f + n * 2.12194440e-4f;
+#endif
+}
+PYCKPT_HD double without_powers(double x, double n) {
+  return fused(-n, 1.90821492927058770e-10, fused(-n, 6.93147180369123816e-01, x));
+}
+
+// exp(x) for x in [-underflow, 0]: within 2 ulp, in float within (2 - x / 44) ulp.
 template <class F>
 PYCKPT_HD F exp_in_range(F x) {
-  using B = Binary<F>;
-  const F shifted = fused(x, B::log2e, B::round), n = shifted - B::round;
-  const F r = fused(-n, B::ln2_low, fused(-n, B::ln2_high, x));
-  return exp_reduced(r) * power_of_two(shifted);
+  const F shifted = fused(x, Binary<F>::log2e, Binary<F>::round), n = shifted - Binary<F>::round;
+  return exp_reduced(without_powers(x, n)) * power_of_two(shifted);
 }
 // exp(x) for every x <= 0; NaN stays NaN.
 template <class F>
@@ -115,39 +117,24 @@ PYCKPT_HD F exp_nonpositive(F x) {
   return exp_in_range(x < -Binary<F>::underflow ? -Binary<F>::underflow : x);
 }
 
-// e / d for d in [1, 2], to one rounding: a cubic guess at 1 / d, improved quadratically, then a quotient corrected by its
-// remainder. Several times faster in vectors than a division.
+// Density exp(-a^2 / 2) / sqrt(2 pi) and upper tail 1 - cdf(a) of the standard normal distribution, a >= 0, from one exponential.
 template <class F>
-PYCKPT_HD F quotient(F e, F d) {
-#if !defined(PYCKPT_FUSED)
-  return e / d;  // the remainder would be rounded away
-#endif
-  const F d2 = d * d;
-  F r = fused(fused(F(-2.218371763e-01), d, F(1.331023270e+00)), d2, fused(F(-2.939343060e+00), d, F(2.828423947e+00)));
-  r = fused(fused(-d, r, F(1)), r, r);
-  if (sizeof(F) == 8) r = fused(fused(-d, r, F(1)), r, r);
-  const F q = e * r;
-  return fused(fused(-q, d, e), r, q);
-}
-
-// Upper tail 1 - cdf(a) of the standard normal distribution, a >= 0.
-// float: 2^(-1 - a s(a)), s the minimax polynomial of -log2(2 tail(a)) / a on [0, 14]: one polynomial and no division.
-// Absolute error 1e-7; 0 from where the tail is no normal number any more.
-PYCKPT_HD float normal_tail(float a) {
-  a = at_most(a, 13.058f);  // a s(a) = 127 there
-  const float a2 = a * a, a4 = a2 * a2;
-  const float c0 = fused(-4.592114709e-01f, a, -1.151104688e+00f), c2 = fused(6.963377699e-03f, a, -5.246662012e-02f);
-  const float c4 = fused(-3.093684938e-04f, a, 1.574072867e-05f), c6 = fused(-1.773756019e-05f, a, 9.573487488e-05f);
-  const float c8 = fused(-2.044527329e-07f, a, 2.267191629e-06f), c10 = fused(-5.276408488e-10f, a, 1.278774998e-08f);
-  const float c12 = fused(-1.413750996e-13f, a, 1.290092431e-11f);
-  const float low = fused(fused(c6, a2, c4), a4, fused(c2, a2, c0));
-  const float high = fused(c12, a4, fused(c10, a2, c8));
-  const float s = fused(high, a4 * a4, low);  // -s(a)
-  return scaled_power(0.5f, a * s);
+struct Normal {
+  F density, tail;
+};
+// float: tail exp(a^2 / 2) is a polynomial in u = a / (1 + 0.3 a), after Abramowitz & Stegun 26.2.17; fitted to a in [0, 13.5],
+// where it costs the tail less than 4e-9, and nothing at 0. 0 from where the exponential is no normal number any more.
+PYCKPT_HD Normal<float> normal(float a) {
+  a = at_most(a, 13.2687f);  // a^2 / 2 = 127 ln(2)
+  const float e = scaled_power(1.0f, a * a, -0.72134752f);
+  const float u = a / fused(0.3f, a, 1.0f), u2 = u * u;
+  const float c0 = fused(-3.989422632e-01f, u, 0.5f), c2 = fused(-1.888486881e-02f, u, 1.303171199e-01f);
+  const float c4 = fused(3.608655576e-04f, u, -4.546415615e-04f), c6 = fused(-1.129138536e-05f, u, 2.788451771e-05f);
+  return {0.398942280f * e, fused(fused(fused(c6, u2, c4), u2, c2), u2, c0) * e};
 }
 // double: exp(-a^2 / 2) q(t) / (a + 5), t = (a - 5) / (a + 5); q interpolates 0.5 erfcx(a / sqrt(2)) (a + 5) at Chebyshev
 // nodes in t: relative error 7e-17.
-PYCKPT_HD double normal_tail(double a) {
+PYCKPT_HD Normal<double> normal(double a) {
   a = at_most(a, 37.65869);  // a^2 / 2 = 1023 ln(2)
   const double r = 1.0 / (a + 5.0), t = (a - 5.0) * r;
   double q = fused(-8.36627608762287517e-10, t, 4.84140359359810075e-10);
@@ -172,28 +159,20 @@ PYCKPT_HD double normal_tail(double a) {
   q = fused(q, t, 4.95305615969976687e-01);
   q = fused(q, t, -6.65382502890057848e-01);
   q = fused(q, t, 7.69193049750062974e-01);
-  return exp_in_range(-0.5 * a * a) * r * q;
-}
-
-PYCKPT_HD float normal_density(float a) {
-  a = at_most(a, 13.2687f);  // a^2 / 2 = 127 ln(2)
-  return scaled_power(0.398942280f, -0.72134752f * a * a);
-}
-PYCKPT_HD double normal_density(double a) {
-  a = at_most(a, 37.65869);
-  return exp_in_range(-0.5 * a * a) * 0.3989422804014327;
+  const double e = exp_in_range(-0.5 * a * a);
+  return {e * 0.3989422804014327, e * r * q};
 }
 
 template <class F>
 struct Sigmoid {
-  F value, complement;
+  F value, slope;
 };
-// sigmoid(x) and 1 - sigmoid(x), formed from exp(-|x|): no overflow, and no cancellation on either side. Not NaN for NaN.
+// sigmoid(x) and its derivative, from exp(-|x|): no overflow, and no cancellation on either side. Not NaN for NaN.
 template <class F>
 PYCKPT_HD Sigmoid<F> sigmoid(F x) {
   const F e = exp_in_range(-at_most(absolute(x), Binary<F>::underflow));
-  const F small = quotient(e, F(1) + e), large = F(1) - small;
-  return {x < F(0) ? small : large, x < F(0) ? large : small};
+  const F large = F(1) / (F(1) + e), small = e * large;
+  return {x < F(0) ? small : large, small * large};
 }
 
 // Activations: forward(x), and backward(grad, x) = grad times the derivative. The factor x brings in NaN,
@@ -201,20 +180,17 @@ PYCKPT_HD Sigmoid<F> sigmoid(F x) {
 struct GeluErf {  // x cdf(x), Hendrycks & Gimpel 2016
   template <class F>
   PYCKPT_HD F forward(F x) {
-    return x * cdf(x);
+    return x * cdf(x, normal(absolute(x)).tail);
   }
   template <class F>
   PYCKPT_HD F backward(F grad, F x) {
-    return grad * fused(x, normal_density(absolute(x)), cdf(x));
+    const Normal<F> n = normal(absolute(x));
+    return grad * fused(x, n.density, cdf(x, n.tail));
   }
 
  private:
-  PYCKPT_HD float cdf(float x) {
-    const float tail = normal_tail(absolute(x));
-    return x > 0.0f ? 1.0f - tail : tail;
-  }
-  PYCKPT_HD double cdf(double x) {
-    const double tail = normal_tail(absolute(x));
+  PYCKPT_HD float cdf(float x, float tail) { return x > 0.0f ? 1.0f - tail : tail; }
+  PYCKPT_HD double cdf(double x, double tail) {
     const double outer = x > 0.0 ? 1.0 - tail : tail;
     return absolute(x) < 1.0 ? fused(x, central_slope(x * x), 0.5) : outer;
   }
@@ -233,20 +209,21 @@ struct GeluErf {  // x cdf(x), Hendrycks & Gimpel 2016
 struct GeluTanh {  // 0.5 x (1 + tanh(u)) = x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
   template <class F>
   PYCKPT_HD F forward(F x) {
-    return x * sigmoid(twice_u(x)).value;
+    return x * sigmoid(twice_u(x, x * x)).value;
   }
   template <class F>
   PYCKPT_HD F backward(F grad, F x) {
-    const F c = clamp(x, F(-100), F(100));  // saturated there; the slope of u must not overflow
-    const F slope = F(1.5957691216057308) * fused(F(3 * 0.044715) * c, c, F(1));
-    const Sigmoid<F> s = sigmoid(twice_u(x));
-    return grad * fused(x * s.value * s.complement, slope, s.value);
+    const F square = x * x;
+    const F du = fused(F(3 * kCubic), at_most(square, F(1e4)), F(kLinear));  // bounded: the sigmoid is saturated there
+    const Sigmoid<F> s = sigmoid(twice_u(x, square));
+    return grad * fused(x * s.slope, du, s.value);
   }
 
  private:
+  static constexpr double kLinear = 1.5957691216057308, kCubic = 0.044715 * kLinear;
   template <class F>
-  PYCKPT_HD F twice_u(F x) {
-    return F(1.5957691216057308) * x * fused(F(0.044715) * x, x, F(1));
+  PYCKPT_HD F twice_u(F x, F square) {
+    return x * fused(F(kCubic), square, F(kLinear));
   }
 };
 struct Silu {  // x sigmoid(x)
@@ -257,7 +234,7 @@ struct Silu {  // x sigmoid(x)
   template <class F>
   PYCKPT_HD F backward(F grad, F x) {
     const Sigmoid<F> s = sigmoid(x);
-    return grad * (s.value * fused(x, s.complement, F(1)));
+    return grad * fused(x, s.slope, s.value);
   }
 };
 struct Relu {  // max(x, 0), NaN kept; backward may be given the output in place of x: their signs agree

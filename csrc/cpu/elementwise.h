@@ -63,7 +63,7 @@ static inline void copy_block(int dtype, const StridedView& view, int64_t operan
 template <class F, int kInputs, class Kernel>
 static inline void map_elements(int dtype, const StridedView* view, int64_t n, const void* const (&inputs)[kInputs], void* y,
                                 int threads, const Kernel& kernel) {
-  if (!view && dtype == kWide<F>)  // nothing to stage
+  if (!view && in_place<F>(dtype))  // nothing to stage
     return parallel_for(n, 64, kGrain, threads, [&](int64_t begin, int64_t end) {
       const F* in[kInputs];
       for (int k = 0; k < kInputs; ++k) in[k] = static_cast<const F*>(inputs[k]) + begin;

@@ -43,6 +43,22 @@ static inline void parallel_rows(int64_t rows, int64_t columns, int num_threads,
   parallel_for(rows, 1, divide_up(kGrain, larger(1, columns)), num_threads, body);
 }
 
+// A row that is needed next. A row's first pass reads memory and its last writes it while those in between compute; asking for
+// the next row a little at a time meanwhile keeps both busy. All at once would fill the queue of outstanding reads, and wait.
+class Ahead {
+ public:
+  Ahead(int dtype, const void* base, int64_t offset)
+      : size_(item_size(dtype)), row_(static_cast<const char*>(base) + offset * size_) {}
+  // Asks for elements [i, i + n), into the second-level cache. What does not exist does no harm.
+  void fetch(int64_t i, int64_t n) const {
+    for (int64_t byte = 0; byte < n * size_; byte += 64) __builtin_prefetch(row_ + i * size_ + byte, 0, 2);
+  }
+
+ private:
+  int64_t size_;
+  const char* row_;
+};
+
 // Sums and maxima run in kLanes chains, element i in chain i % kLanes: enough vectors in flight to hide the latency of an
 // addition, and an order that depends neither on the vector width nor on the threads.
 constexpr int64_t kLanes = 64;
@@ -85,11 +101,15 @@ struct Larger {  // NaN in b left out
   }
 };
 
-// visit(i, lane) for every i in [0, n), with lane = i % kLanes.
-template <class Visit>
-PYCKPT_HD void in_lanes(int64_t n, const Visit& visit) {
+// visit(i, lane) for every i in [0, n), with lane = i % kLanes; before kLanes of them, before(i).
+struct Nothing {
+  void operator()(int64_t) const {}
+};
+template <class Visit, class Before = Nothing>
+PYCKPT_HD void in_lanes(int64_t n, const Visit& visit, const Before& before = {}) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
+    before(i);
 #pragma omp simd
     for (int64_t j = 0; j < kLanes; ++j) visit(i + j, j);
   }
@@ -102,13 +122,17 @@ struct Pair {
   F first, second;
 };
 
-// Sum over [0, n) of term(i).
-template <class F, class Term>
-static inline F sum_over(int64_t n, const Term& term) {
+// Sum over [0, n) of term(i), a row in work; of `ahead` as many elements are asked for.
+template <class F, int kRows, class Term>
+static inline F sum_over(int64_t n, const Term& term, const Ahead (&ahead)[kRows]) {
   double total = 0;
   for (int64_t start = 0; start < n; start += kChunk) {
     F lanes[kLanes] = {};
-    in_lanes(smaller(kChunk, n - start), [&](int64_t i, int64_t j) { lanes[j] += term(start + i); });
+    in_lanes(
+        smaller(kChunk, n - start), [&](int64_t i, int64_t j) { lanes[j] += term(start + i); },
+        [&](int64_t i) {
+          for (const Ahead& row : ahead) row.fetch(start + i, kLanes);
+        });
     total += total_of(lanes);
   }
   return F(total);

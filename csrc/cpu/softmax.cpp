@@ -130,7 +130,8 @@ static void forward_rows(const SoftmaxArguments& a, void* y, F* statistics, bool
         for (int64_t i = 0; i < visible; ++i) scores[i] = exp_nonpositive(scores[i] - top);
       } else {
         top = kept ? top : F(0);
-        sum = sum_over<F>(visible, [=](int64_t i) { return scores[i] = exp_nonpositive(scores[i] - top); });
+        const Ahead ahead[] = {{a.dtype, a.x, locate(a, nullptr, smaller(row + 1, end - 1)).x}, {a.dtype, y, row * n}};
+        sum = sum_over<F>(visible, [=](int64_t i) { return scores[i] = exp_nonpositive(scores[i] - top); }, ahead);
         statistics[row] = top;
         statistics[rows + row] = sum;
       }
