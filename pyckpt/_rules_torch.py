@@ -41,7 +41,7 @@ def _integer(value: int) -> int:
 def _unary(name: str, function: Callable[..., Tensor], *options: str, flops: int = 1) -> None:
     """The node keeps `self`, and the other arguments under the names `options`."""
 
-    @_rule(name, flops)
+    @_rule(name, flops, elementwise=True)
     def capture(node: Any, output: Output, edge: Edge) -> Captured:
         arguments = {option: getattr(node, "_saved_" + option) for option in options}
         return (partial(function, **arguments) if arguments else function), (saved(node, "self"),)
@@ -83,14 +83,14 @@ def _prelu(node: Any, output: Output, edge: Edge) -> Captured:
 def _binary(name: str, function: Callable[..., Tensor]) -> None:
     """The node keeps each operand that the other's gradient needs; one that it does not keep may be had from its producer."""
 
-    @_rule(name)
+    @_rule(name, elementwise=True)
     def capture(node: Any, output: Output, edge: Edge) -> Captured:
         first, second = saved(node, "self"), saved(node, "other")
         return function, (edge(0) if first is None else first, edge(1) if second is None else second)
 
 
 def _by_number(name: str, function: Callable[..., Tensor]) -> None:
-    @_rule(name)
+    @_rule(name, elementwise=True)
     def capture(node: Any, output: Output, edge: Edge) -> Captured:
         return function, (edge(0), node._saved_other)
 
@@ -107,19 +107,19 @@ _binary("MaximumBackward0", torch.maximum)
 # it ends the search.
 
 
-@_rule("AddBackward0")
+@_rule("AddBackward0", elementwise=True)
 def _add(node: Any, output: Output, edge: Edge) -> Captured:
     second = edge(1)
     return partial(torch.add, alpha=node._saved_alpha), (edge(0), second)
 
 
-@_rule("SubBackward0")
+@_rule("SubBackward0", elementwise=True)
 def _subtract(node: Any, output: Output, edge: Edge) -> Captured:
     second = edge(1)
     return partial(torch.sub, alpha=node._saved_alpha), (edge(0), second)
 
 
-@_rule("NegBackward0")
+@_rule("NegBackward0", elementwise=True)
 def _negate(node: Any, output: Output, edge: Edge) -> Captured:
     return torch.neg, (edge(0),)
 
@@ -130,7 +130,7 @@ def _concatenate(node: Any, output: Output, edge: Edge) -> Captured:
     return (lambda *tensors: torch.cat(tensors, dim)), tuple(edge(i) for i in range(len(node.next_functions)))
 
 
-@_rule("ToCopyBackward0", sampled=True)
+@_rule("ToCopyBackward0", sampled=True, elementwise=True)
 def _cast(node: Any, output: Output, edge: Edge) -> Captured:
     return partial(Tensor.to, device=output.device, dtype=output.dtype), (edge(0),)
 

@@ -26,12 +26,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 from . import backends
 from ._records import Outer, Recipe, RecomputeError, Source, is_freed, regions, unpack
 from ._rules_torch import OWN_OUTPUT
+from .ops._registry import is_sharded
 from .rules import Output, Unavailable, rule_of, saved
 
 __all__ = ["Policy", "RecomputeError", "recompute"]
 
-#: Smaller tensors are kept: a recipe takes about as much.
-MIN_BYTES = 1024
+#: Tensors of fewer elements are kept: a recipe takes about as much.
+MIN_ELEMENTS = 256
 
 #: Nodes in a row that may be run again to rebuild one tensor because they keep nothing themselves (rotary embeddings take 7).
 MAX_DEPTH = 8
@@ -69,7 +70,11 @@ class Region:
         if whole is None:
             whole = tensor
         node = whole.grad_fn
-        if node is not None and whole.nbytes >= MIN_BYTES and type(tensor) is Tensor:
+        if (
+            node is not None
+            and whole.numel() >= MIN_ELEMENTS
+            and (type(tensor) is Tensor or is_sharded(tensor))
+        ):
             try:
                 recipe = self.recipe(tensor, whole, node)
                 self.rebuilt += 1
@@ -86,6 +91,8 @@ class Region:
     def recipe(self, tensor: Tensor, whole: Tensor, node: Any) -> Recipe:
         """Raises Unavailable where the tensor has to be kept. A view is rebuilt with the `whole` that it is a view of, so that
         the node of the view (or of an identity, such as a full backward hook's) need not be known."""
+        if whole.layout is not torch.strided or whole.is_quantized or whole.is_nested:
+            raise Unavailable("not a dense tensor")
         geometry = None
         if whole is not tensor:
             if whole.dtype is not tensor.dtype:
@@ -101,6 +108,8 @@ class Region:
                 choice = self.policy(_computes(source).node, source.flops(), whole.nbytes)
                 if choice in _SAVE:
                     raise Unavailable("the policy saves it")
+            if type(whole) is not Tensor:
+                _check_sharding(source, whole)
             self._check(source, whole)
             source.stride = whole.stride()
             source.saved = True
@@ -155,6 +164,26 @@ class Region:
             verdict = _verdicts[kind] = _gives_same_bits(source, whole)
         if not verdict:
             raise Unavailable("its rule does not give the same bits here")
+
+
+def _check_sharding(source: Source, whole: Any) -> None:
+    """A DTensor is rebuilt where that needs no communication: by a rule of single elements, from operands laid out alike."""
+    if not source.rule.elementwise:
+        raise Unavailable("a DTensor that is no function of single elements")
+    for tensor in (whole, *(record[0] for record in source.operands if type(record) is tuple)):
+        if (
+            not is_sharded(tensor)
+            or tensor.placements != whole.placements
+            or tensor.device_mesh != whole.device_mesh
+        ):
+            raise Unavailable("a DTensor made of differently placed ones")
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise Unavailable("a DTensor that holds partial sums")
+    if any(type(record) is Outer for record in source.operands):
+        raise Unavailable("a DTensor under other saved-tensor hooks")
+    for record in source.operands:
+        if type(record) is Recipe:
+            _check_sharding(record.source, whole)
 
 
 def _computes(source: Source) -> Source:
@@ -215,7 +244,9 @@ def _gives_same_bits(source: Source, whole: Tensor) -> bool:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN equals NaN here, and 0 equals -0."""
+    """NaN equals NaN here, and 0 equals -0. Of DTensors this process' parts."""
+    if is_sharded(a) and is_sharded(b):
+        return a.placements == b.placements and _same_bits(a.to_local(), b.to_local())  # type: ignore[attr-defined]
     return a.device == b.device and (torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all()))
 
 

@@ -65,6 +65,7 @@ class Rule:
         flops: floating-point operations of rebuilding the output, from the node and the operands.
         matrix: a matrix product or convolution: rebuilt only where a policy asks for it.
         view: a view or copy of its input.
+        elementwise: each element of the output comes from the same element of every operand.
         same_call: the function is the very call that made the output, so that it can be trusted where a check is not possible.
         sampled: a function of single elements whose operand may have changed before it was seen (a parameter that autocast has
             cast and kept): some elements are compared each time.
@@ -76,6 +77,7 @@ class Rule:
     flops: Flops
     matrix: bool = False
     view: bool = False
+    elementwise: bool = False
     same_call: bool = True
     sampled: bool = False
     built_in: bool = True
