@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import pyckpt
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -23,6 +25,8 @@ def test_there_are_examples():
 @pytest.mark.parametrize("page", [page for page in PAGES if page.exists()], ids=lambda page: page.name)
 def test_examples(page):
     names = {
+        "torch": torch,
+        "pyckpt": pyckpt,
         "scores": torch.randn(2, 16, 16, requires_grad=True),
         "keep": torch.rand(16, 16) > 0.3,
         "x": torch.randn(64, 64),
