@@ -41,3 +41,12 @@ def isa(request, native):
     with backends.use("cpu"):
         yield request.param
     native.use_isa(before)
+
+
+@pytest.fixture
+def one_thread():
+    """Threads that wait for each other crawl on a machine that is busy with other tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
