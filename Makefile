@@ -29,8 +29,10 @@ bench: $(STAMPS)/bench
 	@mkdir -p bench/results
 	$(BIN)/python -m bench --json bench/results/bench.json --plot bench/results/bench.png $(ARGS)
 
+# A process for each processor, at most four; ARGS='-n 0' for a debugger.
 test: $(STAMPS)/test
-	PYTHONPATH=$(CURDIR) $(BIN)/pytest -p tests._backend_report --require-backend cpu $(ARGS)
+	PYTHONPATH=$(CURDIR) $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal \
+	    -p tests._backend_report --require-backend cpu $(ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .

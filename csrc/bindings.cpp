@@ -10,6 +10,10 @@
 #include <string>
 #include <vector>
 
+#if defined(PYCKPT_X86)
+#include <cpuid.h>
+#endif
+
 #include "cpu/kernels.h"
 
 namespace py = pybind11;
@@ -28,12 +32,30 @@ struct Build {
   bool (*runs_here)();
 };
 
+#if defined(PYCKPT_X86)
+// The levels feature by feature: GCC 11 and Clang 14 do not know them, nor some of the features, by name.
+bool has_v2() { return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("popcnt"); }
+
+bool has_v3() {
+  unsigned a, b, c, d, basic = 0, extended = 0;
+  if (__get_cpuid(1, &a, &b, &c, &d)) basic = c;
+  if (__get_cpuid(0x80000001, &a, &b, &c, &d)) extended = c;
+  return has_v2() && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+         __builtin_cpu_supports("bmi2") && (basic & bit_F16C) && (basic & bit_MOVBE) && (extended & bit_LZCNT);
+}
+
+bool has_v4() {
+  return has_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
 // Best first.
 const Build builds[] = {
 #if defined(PYCKPT_X86)
-    {"x86-64-v4", &v4::kernels, [] { return bool(__builtin_cpu_supports("x86-64-v4")); }},
-    {"x86-64-v3", &v3::kernels, [] { return bool(__builtin_cpu_supports("x86-64-v3")); }},
-    {"x86-64-v2", &v2::kernels, [] { return bool(__builtin_cpu_supports("x86-64-v2")); }},
+    {"x86-64-v4", &v4::kernels, has_v4},
+    {"x86-64-v3", &v3::kernels, has_v3},
+    {"x86-64-v2", &v2::kernels, has_v2},
 #else
     {"baseline", &base::kernels, [] { return true; }},
 #endif

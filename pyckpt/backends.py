@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# torch's OpenMP runtime must be in the process before the extension's symbols are resolved, hence after torch.
+import torch  # noqa: F401  torch's OpenMP runtime has to be there when the extension's symbols are looked up
+
 native: Any = None
 try:
     from . import _C as native

@@ -1,11 +1,18 @@
 """Fixtures: the backends of this machine, the instruction sets of its processor, reproducible random numbers."""
 
+import os
+import platform
+
+# Threads that wait shall sleep, not spin: beside anything else that runs, spinning costs several times the work. Before torch.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 
 from pyckpt import backends, engine
 
 BACKENDS = ["reference", "cpu"]
+ISAS = ["x86-64-v2", "x86-64-v3", "x86-64-v4"] if platform.machine() in ("x86_64", "AMD64") else ["baseline"]
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +45,22 @@ def native():
     return backends.native
 
 
-@pytest.fixture(params=["x86-64-v2", "x86-64-v3", "x86-64-v4", "baseline"])
+@pytest.fixture(params=ISAS)
 def isa(request, native):
     """Runs the test on the CPU backend with each instruction set that this machine has."""
     if request.param not in native.supported_isas():
-        pytest.skip(f"{request.param} was not built or does not run here")
+        pytest.skip(f"this processor has no {request.param}")
     before = native.isa()
     native.use_isa(request.param)
     with backends.use("cpu"):
         yield request.param
     native.use_isa(before)
+
+
+@pytest.fixture
+def one_thread():
+    """Threads that wait for each other crawl on a machine that is busy with other tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

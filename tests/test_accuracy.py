@@ -35,7 +35,9 @@ def test_accuracy_on_every_instruction_set(case, dtype, isa):
 def test_sizes(case, shape, backend):
     if case.causal:
         shape = shape if len(shape) > 1 else (1, *shape)
-    compare(case, lambda: torch.randn(shape, dtype=torch.float64), torch.float32, draws=20, what=str(shape))
+    # Small ones need many draws: in a single one eager's largest error is a matter of luck.
+    draws = max(3, min(20, 20_000 // torch.Size(shape).numel()))
+    compare(case, lambda: torch.randn(shape, dtype=torch.float64), torch.float32, draws, what=str(shape))
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """python -m pyckpt doctor: what it prints, and that its check finds a kernel that is wrong."""
 
+import resource
 import subprocess
 import sys
 
@@ -17,15 +18,18 @@ def doctor_process(*arguments, **kwargs):
         [sys.executable, "-m", "pyckpt", "doctor", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         **kwargs,
     )
 
 
 def test_as_a_user_runs_it(native):
-    """The command of the README, within the minute it promises."""
+    """The command of the README, within the minute it promises (of processor time: the machine may be busy)."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = doctor_process("--check")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
     assert torch.__version__ in done.stdout
     assert f"instruction set  {native.supported_isas()[0]}" in done.stdout
     assert native.build_info()["compiler"] in done.stdout
@@ -40,9 +44,13 @@ def test_environment_is_shown(monkeypatch):
     assert "PYCKPT_CPU_ISA" in text and "hunter2" not in text
 
 
-def test_one_openmp_runtime(native):
-    """Kernels and torch have to share their threads."""
-    assert len(doctor.openmp_runtimes()) == 1 and native.build_info()["openmp"]
+@pytest.mark.parametrize("first", ["pyckpt", "torch"])
+def test_one_openmp_runtime(first, native):
+    """Kernels and torch have to share their threads, whichever is imported first."""
+    code = f"import {first}, pyckpt.doctor as doctor\n"
+    code += "print(len(doctor.openmp_runtimes()), doctor.backends.native.build_info()['openmp'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    assert done.stdout.split() == ["1", "True"], done.stdout + done.stderr
 
 
 def test_every_public_op_is_reported_and_checked():

@@ -216,7 +216,6 @@ def test_gradients_in_several_threads(layer):
 @every
 def test_graph_is_freed_without_the_garbage_collector(layer, backend):
     module = perturb(layer.ours())
-    gc.collect()
     gc.disable()
     try:
         for backward in (False, True):
