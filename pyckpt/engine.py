@@ -27,11 +27,11 @@ from . import backends
 from ._records import Outer, Recipe, RecomputeError, Source, is_freed, regions, unpack
 from ._rules_torch import OWN_OUTPUT
 from .ops._registry import is_sharded
-from .rules import Output, Unavailable, rule_of, saved
+from .rules import Output, Unavailable, is_users, rule_of, saved
 
 __all__ = ["Policy", "RecomputeError", "recompute"]
 
-#: Tensors of fewer elements are kept: a recipe takes about as much.
+#: Tensors of fewer elements are kept (unless a user has given the rule): a recipe takes about as much.
 MIN_ELEMENTS = 256
 
 #: Nodes in a row that may be run again to rebuild one tensor because they keep nothing themselves (rotary embeddings take 7).
@@ -72,7 +72,7 @@ class Region:
         node = whole.grad_fn
         if (
             node is not None
-            and whole.numel() >= MIN_ELEMENTS
+            and (whole.numel() >= MIN_ELEMENTS or is_users(node))
             and (type(tensor) is Tensor or is_sharded(tensor))
         ):
             try:
@@ -121,22 +121,22 @@ class Region:
             return source
         rule = rule_of(node)
         if rule is None:
-            name = node.name()
             raise Unavailable(
-                f"{name} keeps its output itself" if name in OWN_OUTPUT else f"no rule for {name}"
+                "{} keeps its output itself" if node.name() in OWN_OUTPUT else "no rule for {}", node
             )
-        if self.policy is None and rule.matrix:
-            raise Unavailable(f"{node.name()} is a matrix product")
+        if rule.matrix and self.policy is None:
+            raise Unavailable("{} is a matrix product", node)
         function, operands = rule.capture(node, output, functools.partial(self._edge, node))
-        if any(type(record) is tuple and record[0].is_leaf and is_freed(record[0]) for record in operands):
-            raise Unavailable("it reads a parameter whose storage is freed")
+        for record in operands:
+            if type(record) is tuple and record[0].is_leaf and is_freed(record[0]):
+                raise Unavailable("it reads a parameter whose storage is freed")
         return Source(node, output, rule, function, operands)
 
     def _edge(self, reader: Any, index: int) -> Any:
         """The record of an input that its reader does not keep."""
         node, number = reader.next_functions[index]
         if node is None:
-            raise Unavailable(f"{reader.name()} does not keep an input, which is a constant")
+            raise Unavailable("{} does not keep an input, which is a constant", reader)
         name = type(node).__name__
         if name == "AccumulateGrad":
             return node.variable, node.variable._version
@@ -153,7 +153,7 @@ class Region:
         if self.below is not None and not source.readable_in_forward():
             # The choice has to be the same when a checkpoint replays this forward, whatever was learnt in between.
             if not rule.same_call:
-                raise Unavailable(f"{rule.name} cannot be checked under other saved-tensor hooks")
+                raise Unavailable("{} cannot be checked under other saved-tensor hooks", source.node)
             return
         if rule.sampled and not _samples_agree(source, whole):
             raise Unavailable("its input has changed since")
@@ -214,7 +214,9 @@ def _gives_same_bits(source: Source, whole: Tensor) -> bool:
         rebuilt = source.get()
     except Exception as error:
         if rule.built_in:
-            raise Unavailable(f"its rule failed: {error}") from error
+            raise Unavailable(
+                "its rule failed: " + str(error).replace("{", "{{").replace("}", "}}")
+            ) from error
         raise RecomputeError(
             f"the recompute rule of {_place(source)} raised {type(error).__name__}: {error}. Correct the rule, or keep this "
             "node's output by a policy"

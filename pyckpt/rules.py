@@ -35,7 +35,11 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class Unavailable(Exception):
-    """The output of a node cannot be rebuilt; the message says why, for explain()."""
+    """The output of a node cannot be rebuilt. ``str()`` says why, for explain(); it is rarely asked for, so made only then."""
+
+    def __str__(self) -> str:
+        reason, *node = self.args
+        return reason.format(*(n.name() for n in node))
 
 
 class Output(NamedTuple):
@@ -88,6 +92,7 @@ RULES: dict[str, Rule] = {}  # by name of the node's type
 # node, so there is nothing to gain from a rule; but other rules may start from it.
 OWN_OUTPUT: dict[str, str] = {}
 _FUNCTIONS: dict[type, Rule] = {}  # by subclass of torch.autograd.Function
+_USERS: set[type] = set()
 
 
 def rule_of(node: Any) -> Rule | None:
@@ -96,6 +101,10 @@ def rule_of(node: Any) -> Rule | None:
     if rule is not None or not _FUNCTIONS:
         return rule
     return _FUNCTIONS.get(getattr(kind, "_forward_cls", None))  # type: ignore[arg-type]
+
+
+def is_users(node: Any) -> bool:
+    return bool(_USERS) and getattr(type(node), "_forward_cls", None) in _USERS
 
 
 def saved(node: Any, name: str) -> Any:
@@ -150,6 +159,7 @@ def register_rule(
         raise TypeError(f"register_rule: expected a subclass of torch.autograd.Function, got {function!r}")
 
     def register(rebuild: FunctionT) -> FunctionT:
+        _USERS.add(function)
         count: Flops = lambda node, operands: flops(node)  # noqa: E731
         _register(function, rebuild, inputs=inputs, flops=count, same_call=False, built_in=False)
         return rebuild
