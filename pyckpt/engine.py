@@ -12,7 +12,6 @@ compared with the tensor at hand.
 from __future__ import annotations
 
 import functools
-import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -66,21 +65,23 @@ class Region:
 
     def pack(self, tensor: Tensor) -> Any:
         """The pack hook: a record in place of the tensor. It runs for all that autograd saves; most leave at the first tests."""
-        whole = tensor._base
-        if whole is None:
+        node = tensor.grad_fn
+        if node is not None:
             whole = tensor
-        node = whole.grad_fn
-        if (
-            node is not None
-            and (whole.numel() >= MIN_ELEMENTS or is_users(node))
-            and (type(tensor) is Tensor or is_sharded(tensor))
-        ):
-            try:
-                recipe = self.recipe(tensor, whole, node)
-                self.rebuilt += 1
-                return recipe
-            except Unavailable:
-                self.kept += 1
+            if tensor._base is not None:
+                whole = tensor._base
+                node = whole.grad_fn
+            if (
+                node is not None
+                and (whole.numel() >= MIN_ELEMENTS or is_users(node))
+                and (type(tensor) is Tensor or is_sharded(tensor))
+            ):
+                try:
+                    recipe = self.recipe(tensor, whole, node)
+                    self.rebuilt += 1
+                    return recipe
+                except Unavailable:
+                    self.kept += 1
         return (tensor, tensor._version) if self.below is None else self.keep(tensor)
 
     def keep(self, tensor: Tensor) -> Any:
@@ -89,8 +90,8 @@ class Region:
         return Outer(tensor.shape, pack(tensor), unpack_below)
 
     def recipe(self, tensor: Tensor, whole: Tensor, node: Any) -> Recipe:
-        """Raises Unavailable where the tensor has to be kept. A view is rebuilt with the `whole` that it is a view of, so that
-        the node of the view (or of an identity, such as a full backward hook's) need not be known."""
+        """Raises Unavailable where the tensor has to be kept. It is all or a view of `whole`, which `node` made: views, and
+        identities such as a full backward hook's, are seen through."""
         if whole.layout is not torch.strided or whole.is_quantized or whole.is_nested:
             raise Unavailable("not a dense tensor")
         geometry = None
@@ -294,10 +295,21 @@ def _steps_aside() -> str:
         return "a torch.func transform encloses the region: put the region around the transform's caller, or do without"
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace is recording"
+    return _unsupported()
+
+
+@functools.cache
+def _unsupported() -> str:
+    """What this version of PyTorch lacks; warns of versions that the tests are not run with."""
     if not hasattr(torch._C._autograd.SavedTensor, "data") or not hasattr(
         torch._C._autograd, "_top_saved_tensors_default_hooks"
     ):
-        return f"PyTorch {torch.__version__} does not show what autograd nodes keep (needs 2.13)"
+        return f"PyTorch {torch.__version__} does not show what autograd nodes keep (tested: {', '.join(TESTED)})"
+    if not torch.__version__.startswith(TESTED):
+        _warn_once(
+            f"pyckpt.recompute is not tested with PyTorch {torch.__version__} (but with {', '.join(TESTED)}). Each rule is "
+            "checked at its first use all the same"
+        )
     return ""
 
 
@@ -321,11 +333,6 @@ def enter(policy: str | Policy, verify: bool, owner: object, kind: type[Region] 
     if reason:
         _warn_once(f"pyckpt.recompute does nothing here: {reason}")
         return
-    if not re.match("|".join(map(re.escape, TESTED)), torch.__version__):
-        _warn_once(
-            f"pyckpt.recompute is not tested with PyTorch {torch.__version__} (but with {', '.join(TESTED)}). Each rule is "
-            "checked at its first use all the same"
-        )
     region = kind(policy, verify)
     region.hooks.__enter__()
     regions.stack.append((owner, region))
