@@ -53,7 +53,8 @@ def lowered_problem(
     name: str, x: Any, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None
 ) -> str:
     """The same for an input of any kind."""
-    if torch.compiler.is_compiling():
+    # Under jit.trace a size is a tensor, and to compare it would be recorded.
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return ""
     if text := dtype_problem(name, x):
         return text
