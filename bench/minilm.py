@@ -16,7 +16,6 @@ pyckpt replaces the modules around it (GELU, LayerNorm, Dropout); attention is t
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import statistics
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 import pyckpt
 from pyckpt import memory
 
-from . import _harness, _report
+from . import _alone, _harness, _report
 from ._encoder import Arm, Settings, batches, dropout_spread, load, loss_of, requirements, set_dropout
 
 CURVE_TOLERANCE = 1e-5
@@ -300,51 +299,15 @@ def _bars(axis: Any, values: Sequence[float], label: str, form: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job alone; 0, or 1 if the curves disagree."""
-    cli = argparse.ArgumentParser(
-        prog="python -m bench.minilm",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    cli.add_argument(
-        "--quick", action="store_true", help="smaller batches and fewer runs, under 40 s on 2 cores"
-    )
+    cli = _alone.parser("minilm", __doc__)
     cli.add_argument("--steps", type=int, default=12, help="of the run without dropout (default 12)")
-    cli.add_argument("--seed", type=int, default=0, help="of the batches and masks (default 0)")
-    cli.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    cli.add_argument("--json", metavar="FILE", help="write the result there")
-    cli.add_argument(
-        "--plot", metavar="FILE.png", help="draw curves, time and bytes there (needs matplotlib)"
-    )
     args = cli.parse_args(argv)
     if args.steps < 1:
         cli.error(f"--steps {args.steps}: at least 1")
-    try:
-        device = torch.device(args.device)
-        _report.prepare(args.json, args.plot)
-        if missing := requirements():
-            raise ModuleNotFoundError(missing)
-    except (ImportError, OSError, RuntimeError) as error:
-        cli.error(str(error))
-    facts: dict[str, Any] = {
-        "machine": _harness.machine(device),
-        "versions": _harness.versions(),
-        "settings": {
-            "allocator": _harness.reuse_memory(),
-            "date": time.strftime("%Y-%m-%d"),
-            "seed": args.seed,
-            "quick": args.quick,
-            "steps": args.steps,
-        },
-    }
-    for name, values in facts.items():
-        _report.print_mapping(name, values)
-    result = run(Settings.of(quick=args.quick, seed=args.seed, steps=args.steps), device)
-    print_result(result)
-    print(f"({result['seconds']} s)")
-    if args.json:
-        _report.write_json(args.json, {**facts, "job": result})
-    if args.plot:
-        plot(args.plot, result, _report.caption(facts["machine"], facts["versions"]))
+    if missing := requirements():
+        cli.error(missing)
+    settings = Settings.of(quick=args.quick, seed=args.seed, steps=args.steps)
+    result = _alone.run(cli, args, "job", lambda: run(settings, args.device), print_result, plot)
     return 1 if failed(result) else 0
 
 
