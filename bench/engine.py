@@ -35,6 +35,7 @@ from torch import Tensor
 from pyckpt import memory
 
 from . import _alone, _harness, _hooks, _report
+from ._check import relative_difference, too_far
 from ._run import PEER_SLACK, Compiler, memory_trouble
 from ._stack import PRECISIONS, WAYS, Sizes, Stack, Way, at_budget, build
 
@@ -113,33 +114,6 @@ def _row(settings: Settings, precision: str, impl: str, device: torch.device) ->
     }
 
 
-def difference(found: Sequence[Tensor], eager: Sequence[Tensor]) -> float:
-    """The largest difference from eager in any gradient, relative to the largest value of that gradient."""
-    pairs = [(a.double(), b.double()) for a, b in zip(found, eager, strict=True)]
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
-
-
-def too_far(
-    found: Sequence[Tensor],
-    eager: Sequence[Tensor],
-    exact: Sequence[Tensor],
-    dtype: torch.dtype,
-    slack: float,
-) -> str:
-    """Which gradient is further from float64 than ``slack * (1.1 * eager's distance + eps)``; empty if none.
-
-    Distances are norms of the difference, relative to the norm in float64; `eps` is that of `dtype`, in which
-    the stack computes.
-    """
-    for index, (a, b, c) in enumerate(zip(found, eager, exact, strict=True)):
-        whole = float(c.norm())
-        got, theirs = (float((t.double() - c).norm()) / whole for t in (a, b))
-        limit = slack * (1.1 * theirs + torch.finfo(dtype).eps)
-        if not got <= limit:  # a NaN must fail
-            return f"gradient {index} is {got:.3g} from float64 in norm, allowed {limit:.3g}"
-    return ""
-
-
 def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return all(map(torch.equal, a, b))
 
@@ -148,7 +122,7 @@ def _check(row: dict[str, Any], name: str, got: dict[str, tuple[Tensor, ...]], s
     """Fill in the row how the gradients of `name` compare with the others'; an error ends its status."""
     peer = name.startswith("compile") or name == "liger"
     other = _SAME_BITS.get(name)
-    row["difference"] = difference(got[name], setting.eager)
+    row["difference"] = relative_difference(got[name], setting.eager)
     if problem := too_far(
         got[name], setting.eager, setting.exact, setting.dtype, PEER_SLACK if peer else 1.0
     ):
