@@ -123,12 +123,12 @@ def _check(row: dict[str, Any], name: str, got: dict[str, tuple[Tensor, ...]], s
     peer = name.startswith("compile") or name == "liger"
     other = _SAME_BITS.get(name)
     row["difference"] = relative_difference(got[name], setting.eager)
-    if problem := too_far(
+    if other in got and not _same(got[name], got[other]):
+        row["status"] = f"error: gradients are not the bits of {other!r}"
+    elif problem := too_far(
         got[name], setting.eager, setting.exact, setting.dtype, PEER_SLACK if peer else 1.0
     ):
         row["status"] = f"{'skipped' if peer else 'error'}: {problem}"
-    elif other in got and not _same(got[name], got[other]):
-        row["status"] = f"error: gradients are not the bits of {other!r}"
     else:
         row["same_bits_as"] = "eager" if _same(got[name], setting.eager) else other if other in got else None
 

