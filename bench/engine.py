@@ -338,7 +338,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run this subject alone; 0, or 1 if gradients were wrong."""
     cli = _alone.parser("engine", __doc__)
     cli.add_argument("--dtype", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="default: all")
-    cli.add_argument("--impl", nargs="+", choices=WAYS, default=WAYS, help="default: all; eager in any case")
+    cli.add_argument(
+        "--impl", nargs="+", choices=WAYS, default=WAYS, help="default: all; and what they are compared with"
+    )
     for name, value in vars(_SIZES).items():
         cli.add_argument(f"--{name}", type=int, help=f"default {value}, with --quick less")
     cli.add_argument(
@@ -357,10 +359,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = {name: getattr(args, name) for name in vars(_SIZES) if getattr(args, name) is not None}
     if any(value < 1 for value in given.values()):
         cli.error("sizes must be positive")
+    # With each way comes the one that its bits are compared with.
+    chosen = {"eager", *args.impl, *(_SAME_BITS[way] for way in args.impl if way in _SAME_BITS)}
     settings = replace(
         settings,
         sizes=replace(settings.sizes, **given),
-        ways=[way for way in WAYS if way == "eager" or way in args.impl],
+        ways=[way for way in WAYS if way in chosen],
     )
     if settings.sizes.hidden % settings.sizes.heads:
         cli.error(f"--hidden {settings.sizes.hidden} is not divisible by --heads {settings.sizes.heads}")

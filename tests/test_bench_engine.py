@@ -191,7 +191,7 @@ def test_command(monkeypatch, capsys, tmp_path):
     output = capsys.readouterr().out
     assert "GPT-2-like stack, 2x8x16, 2 heads, 2 layers" in output and "skipped: liger_kernel" in output
     values = json.loads((tmp_path / "e.json").read_text())
-    assert [row["impl"] for row in values["engine"]["rows"]] == ["eager", "pyckpt", "liger"]
+    assert [row["impl"] for row in values["engine"]["rows"]] == ["eager", "converted", "pyckpt", "liger"]
     assert values["versions"]["torch"] == torch.__version__
     assert (tmp_path / "e.png").read_bytes().startswith(b"\x89PNG")
 
