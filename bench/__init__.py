@@ -7,6 +7,10 @@ _run.py       one row of the table: check, time, count memory
 _report.py    terminal table, JSON, PNG
 minilm.py     the real job: fine-tuning a pretrained sentence encoder (``python -m bench.minilm``)
 _encoder.py   its text, model, loss and training step
+engine.py     a training step of a GPT-2-like stack, the engine beside its peers (``python -m bench.engine``)
+_stack.py     the stack, and the ways of training it
+_hooks.py     what the engine's hooks cost a saved tensor
+_alone.py     the command line of one subject by itself
 """
 
 import os

@@ -16,7 +16,7 @@ import torch
 
 from pyckpt import backends
 
-from . import _harness, _report, minilm
+from . import _alone, _harness, _report, engine, minilm
 from ._run import OVERHEAD_SHAPE, Compiler, Config, measure, memory_trouble, shortfalls
 from .ops import DTYPE_ALIASES, DTYPES, LAYOUTS, SUBJECTS
 
@@ -58,26 +58,6 @@ def _shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def _device(text: str) -> torch.device:
-    try:
-        device = torch.device(text)
-    except RuntimeError as error:
-        raise argparse.ArgumentTypeError(f"unknown device {text!r}: use cpu, cuda or cuda:INDEX") from error
-    if device.type not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(
-            f"device {text!r} is not supported by the benchmark: use cpu, cuda or cuda:INDEX"
-        )
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            build = torch.version.cuda or "no CUDA"
-            raise argparse.ArgumentTypeError(
-                f"device {text!r}: this torch ({torch.__version__}, built with {build}) sees no usable GPU"
-            )
-        if device.index is not None and device.index >= torch.cuda.device_count():
-            raise argparse.ArgumentTypeError(f"device {text!r}: only {torch.cuda.device_count()} GPU(s) here")
-    return device
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
@@ -107,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"of the input. Known: {', '.join(LAYOUTS)}. Default: contiguous, the others at one shape",
     )
     p.add_argument(
-        "--device", type=_device, default=torch.device("cpu"), help="cpu (default), cuda or cuda:INDEX"
+        "--device", type=_alone.device, default=torch.device("cpu"), help="cpu (default), cuda or cuda:INDEX"
     )
     p.add_argument("--backend", help="of pyckpt; default: the one it selects for the device")
     p.add_argument("--quick", action="store_true", help="less of everything, under 60 s")
@@ -131,13 +111,20 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         help="also fine-tune MiniLM (python -m bench.minilm); default: yes, unless --ops or --quick is given",
     )
+    p.add_argument(
+        "--engine",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="also train a GPT-2-like stack (python -m bench.engine, which has more options), in full; default: "
+        "in a quick form, unless --ops or --quick is given",
+    )
     p.add_argument("--threads", type=int, help="torch.set_num_threads; default: as torch chooses")
     p.add_argument("--seed", type=int, default=0, help="of the random inputs (default 0)")
     p.add_argument("--json", metavar="FILE", help="write all results there")
     p.add_argument(
         "--plot",
         metavar="FILE.png",
-        help="draw step times there, the real job in FILE-minilm.png (needs matplotlib)",
+        help="draw step times there, the others in FILE-minilm.png and FILE-engine.png (needs matplotlib)",
     )
     return p
 
@@ -203,8 +190,8 @@ def run(args: argparse.Namespace, backend: str) -> tuple[list[dict[str, Any]], l
     return rows, left_out
 
 
-def measure_all(args: argparse.Namespace, backend: str, job: bool) -> dict[str, Any]:
-    """Measure and print everything: machine, versions, settings, rows and, where `job`, the real job."""
+def measure_all(args: argparse.Namespace, backend: str, subjects: dict[str, Any]) -> dict[str, Any]:
+    """Measure and print everything: machine, versions, settings, rows, and `subjects`: key -> (module, settings)."""
     settings = {
         "allocator": _harness.reuse_memory() if args.allocator == "reuse" else "as the C library sets it",
         "date": time.strftime("%Y-%m-%d"),
@@ -223,9 +210,9 @@ def measure_all(args: argparse.Namespace, backend: str, job: bool) -> dict[str, 
         print(f"WARNING: memory columns stay empty: {trouble}")
     result["rows"], left_out = run(args, backend)
     _report.print_rows(result["rows"])
-    if job:
-        result["job"] = minilm.run(minilm.Settings.of(quick=args.quick, seed=args.seed), args.device)
-        minilm.print_result(result["job"])
+    for key, (subject, sizes) in subjects.items():
+        result[key] = subject.run(sizes, args.device)
+        subject.print_result(result[key])
     _closing(result["rows"], left_out)
     return result
 
@@ -237,8 +224,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     missing = minilm.requirements()
-    by_default = args.job is None and not args.ops and not args.quick
-    job = (by_default and not missing) or bool(args.job)
+    everything = not args.ops and not args.quick
+    job = args.job or (args.job is None and everything and not missing)
+    subjects: dict[str, Any] = {}
+    if job:
+        subjects["job"] = minilm, minilm.Settings.of(quick=args.quick, seed=args.seed)
+    if args.engine or (args.engine is None and everything):
+        subjects["engine"] = engine, engine.Settings.of(quick=args.quick or not args.engine, seed=args.seed)
     with contextlib.ExitStack() as stack:
         try:
             if job and missing:
@@ -248,19 +240,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             stack.enter_context(backends.use(backend))
         except (ImportError, OSError, RuntimeError, ValueError) as error:
             cli.error(str(error))
-        result = measure_all(args, backend, job)
-    if by_default and missing:
+        result = measure_all(args, backend, subjects)
+    if args.job is None and everything and missing:
         print(f"The real job was left out: {missing}")
     if args.json:
         _report.write_json(args.json, result)
     if args.plot:
         where = _report.caption(result["machine"], result["versions"])
         _report.plot_rows(args.plot, result["rows"], where)
-        if job:
-            path = Path(args.plot)
-            minilm.plot(str(path.with_name(f"{path.stem}-minilm.png")), result["job"], where)
+        path = Path(args.plot)
+        for key, (subject, _) in subjects.items():
+            subject.plot(str(path.with_name(f"{path.stem}-{result[key]['name']}.png")), result[key], where)
     wrong = any(row["status"].startswith("error") for row in result["rows"])
-    return 1 if wrong or (job and minilm.failed(result["job"])) else 0
+    return 1 if wrong or any(subject.failed(result[key]) for key, (subject, _) in subjects.items()) else 0
 
 
 def _closing(rows: Sequence[dict[str, Any]], left_out: Sequence[str]) -> None:

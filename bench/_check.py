@@ -137,3 +137,30 @@ def errors_random(
     if total and not torch.equal(output == 0, ~mask):
         raise CheckFailed("mask: an element that the mask excludes is not zero")
     return errors(same_mask, with_mask(mask), inputs, grad_output)
+
+
+def relative_difference(found: Sequence[Tensor], eager: Sequence[Tensor]) -> float:
+    """The largest difference from eager in any gradient, relative to the largest value of that gradient."""
+    pairs = [(a.double(), b.double()) for a, b in zip(found, eager, strict=True)]
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+def too_far(
+    found: Sequence[Tensor],
+    eager: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    dtype: torch.dtype,
+    slack: float,
+) -> str:
+    """Which gradient is further from float64 than ``slack * (1.1 * eager's distance + eps)``; empty if none.
+
+    Distances are norms of the difference, relative to the norm in float64; `eps` is that of `dtype`, in which
+    the stack computes.
+    """
+    for index, (a, b, c) in enumerate(zip(found, eager, exact, strict=True)):
+        whole = float(c.norm())
+        got, theirs = (float((t.double() - c).norm()) / whole for t in (a, b))
+        limit = slack * (1.1 * theirs + torch.finfo(dtype).eps)
+        if not got <= limit:  # a NaN must fail
+            return f"gradient {index} is {got:.3g} from float64 in norm, allowed {limit:.3g}"
+    return ""

@@ -149,7 +149,7 @@ class Samples:
 class Effort:
     """How long to measure: `least` to `most` rounds within `seconds`, samples of `sample_ms` or more.
 
-    Where too few samples are undisturbed, up to `patience` times as long.
+    Where too few samples are undisturbed, up to `patience` times as long. Before that, `warmup` calls of each.
     """
 
     seconds: float
@@ -157,6 +157,7 @@ class Effort:
     most: int = 200
     sample_ms: float = 1.0
     patience: float = 3.0
+    warmup: int = 4
 
 
 def _page_faults() -> int:
@@ -198,7 +199,7 @@ def time_in_turn(
     times = {}
     for name, call in calls.items():
         trial = Samples()
-        for _ in range(4):  # memory and thread pools warm
+        for _ in range(effort.warmup):  # memory and thread pools warm
             _sample(call, 1, device, trial)
         times[name] = max(1, min(1000, round(effort.sample_ms / max(trial.least, 1e-4))))
 

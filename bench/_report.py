@@ -12,7 +12,7 @@ from typing import Any
 MIB = 2.0**20
 #: Bars longer than this many times eager's are cut off.
 _WIDEST = 1.5
-COLOURS = {"eager": "#9aa0a6", "compile": "#e0a030", "pyckpt": "#1f6feb"}
+COLOURS = {"eager": "#9aa0a6", "compile": "#e0a030", "converted": "#8ab4f8", "pyckpt": "#1f6feb"}
 _NEEDS_MATPLOTLIB = (
     "drawing needs matplotlib: pip install matplotlib (it is in the extra: pip install 'pyckpt[bench]')"
 )

@@ -85,21 +85,25 @@ class Compiler:
         self.trouble = "" if budget_s > 0 else _NO_BUDGET
         self.works = False
 
-    def __call__(self, case: Case, grad_output: Tensor) -> tuple[Callable[..., Tensor] | None, str]:
-        """The compiled eager callable of `case`, forward and backward run once, or None and the reason."""
+    def __call__(
+        self,
+        function: Callable[..., Tensor],
+        step: Callable[[Callable[..., Tensor]], Any],
+        backend: str | Callable[..., Any] = "inductor",
+    ) -> tuple[Callable[..., Tensor] | None, str]:
+        """`function` compiled, `step` (a forward and backward of it) run once, or None and the reason."""
         if self.trouble:
             return None, self.trouble
-        import torch._dynamo
         import torch._inductor.config as inductor
 
         inductor.compile_threads = 1  # a pool of compilers would go on using the cores that are timed
-        torch._dynamo.reset()  # each case is its own function; do not count them as recompilations of one
         start = time.perf_counter()
         try:
             with _alarm(self.left):
-                compiled: Callable[..., Tensor] = torch.compile(case.eager, fullgraph=True, dynamic=False)
-                output = compiled(*case.inputs)
-                torch.autograd.grad(output, list(case.inputs), grad_output)
+                compiled: Callable[..., Tensor] = torch.compile(
+                    function, backend=backend, fullgraph=True, dynamic=False
+                )
+                step(compiled)
             self.works = True
             return compiled, ""
         except _OutOfTime:
@@ -222,7 +226,12 @@ def measure(
     calls: dict[str, Callable[..., Tensor]] = {"eager": case.eager}
 
     if config.compile:
-        compiled, reason = compiler(case, grad_output)
+        # Each case is its own function; do not count them as recompilations of one.
+        torch.compiler.reset()
+        inputs = list(case.inputs)
+        compiled, reason = compiler(
+            case.eager, lambda fn: torch.autograd.grad(fn(*inputs), inputs, grad_output)
+        )
         if compiled is None:
             rows["compile"]["status"] = f"skipped: {reason}"
         else:

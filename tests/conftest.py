@@ -21,6 +21,15 @@ def _seeded():
 
 
 @pytest.fixture
+def one_thread():
+    """Threads that wait for each other crawl on a machine that is busy with other tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def unlearned(monkeypatch):
     """The recompute engine as in a new process: nothing checked yet, no warning given."""
     monkeypatch.setattr(engine, "_verdicts", {})

