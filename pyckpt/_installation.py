@@ -3,17 +3,19 @@
 import sys
 from typing import Any
 
+import torch
 from torch import nn
 
 from .engine import enter, leave
 
 
 def _begin(module: nn.Module, args: Any) -> None:
-    enter("pointwise", False, module)
+    enter("pointwise", False, module, frame=None if torch.compiler.is_compiling() else sys._getframe(1))
 
 
 def _end(module: nn.Module, args: Any, output: Any) -> None:
-    leave(module, failed=sys.exc_info()[0] is not None)
+    if not torch.compiler.is_compiling():
+        leave(module, failed=sys.exc_info()[0] is not None)
 
 
 def installed(module: nn.Module) -> bool:

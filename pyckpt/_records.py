@@ -13,11 +13,10 @@ released its producer.
 
 from __future__ import annotations
 
-import functools
 import re
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,17 +45,8 @@ class Source:
     """How to rebuild one output of a node, and in backward the rebuilt tensor for as long as savers need it."""
 
     __slots__ = (
-        "__weakref__",
-        "function",
-        "key",
-        "node",
-        "operands",
-        "rule",
-        "saved",
-        "shape",
-        "stream",
-        "stride",
-        "value",
+        *("__weakref__", "chain", "function", "key", "node", "operands", "readable", "readers", "reads_leaf"),
+        *("rule", "saved", "shape", "stream", "stride", "unsure", "value"),
     )
 
     # (id of node, number of output) -> source, so that all savers of one tensor share it. A source holds its node, which keeps
@@ -77,6 +67,30 @@ class Source:
         self.stream: Any = None
         self.key = (id(node), output.number)
         Source.known[self.key] = weakref.ref(self)
+        self.readers = 0  # other sources
+        self.chain = 1  # of sources, each read by the next
+        self.readable = (
+            True  # in forward: no operand is held by the hooks below, which must not be asked before backward
+        )
+        self.reads_leaf = False
+        self.unsure = rule.unsure is not None and rule.unsure(
+            node
+        )  # may read what has changed since the forward read it
+        for record in operands:
+            kind = type(record)
+            if kind is Recipe:
+                source = record.source
+                source.readers += 1
+                self.chain = max(self.chain, source.chain + 1)
+                self.readable = self.readable and source.readable
+                if not source.saved:  # else it has been checked itself
+                    self.reads_leaf = self.reads_leaf or source.reads_leaf
+                    self.unsure = self.unsure or source.unsure
+            elif kind is Outer:
+                self.readable = False
+            elif kind is Leaf:
+                self.reads_leaf = True
+                self.unsure = self.unsure or not record.as_read
 
     def __del__(self, forget: Callable[..., Any] = known.pop) -> None:
         forget(self.key, None)
@@ -86,31 +100,45 @@ class Source:
         reference = Source.known.get((id(node), number))
         return None if reference is None else reference()
 
-    def get(self) -> Tensor:
-        """The tensor, rebuilt at the first call of a backward. Two threads may both rebuild it, to the same bits."""
+    def get(self, memo: dict[Any, Tensor] | None = None) -> Tensor:
+        """The tensor, rebuilt at the first call of a backward. Two threads may both rebuild it, to the same bits. What several
+        sources read on the way, and no node saves, is rebuilt once and held in `memo`."""
         value = self.value
         if value is not None:
             return value if self.stream is None else self._on_this_stream(value)
-        value = _quietly(self.function, [self._operand(record) for record in self.operands])
+        if memo is None:
+            memo = {}
+        elif self.key in memo:
+            return memo[self.key]
+        value = _quietly(self.function, [self._operand(record, memo) for record in self.operands])
         stride = self.stride
         if stride is not None and value.stride() != stride:
             value = value.new_empty_strided(value.shape, stride).copy_(value)
-        task = _task_id()
-        if self.saved and task >= 0:
+        if not self.saved:
+            if self.readers > 1:
+                memo[self.key] = value
+        elif _drop_after_backward(self):
             if value.is_cuda:
                 stream = torch.cuda.current_stream(value.device)
                 self.stream = (stream, stream.record_event())
             self.value = value
-            _drop_after(task, self)
         return value
 
-    def _operand(self, record: Any) -> Any:
+    def _operand(self, record: Any, memo: dict[Any, Tensor]) -> Any:
         kind = type(record)
         if kind is Recipe:
-            return record.get()
+            return record.get(memo)
         if kind is Outer:
             return record.lend()
-        if kind is not tuple:
+        if kind is Leaf:
+            if record.tensor.untyped_storage()._cdata != record.storage:
+                raise RecomputeError(
+                    f"a {_described(record.tensor)} was given other data after {self.node.name()} had read it, and backward "
+                    "needs it as it was to rebuild that node's output. Change it after backward, or let the output be kept: "
+                    "convert(model, recompute=False), or a policy that saves this node"
+                )
+            record = record.tensor, record.version
+        elif kind is not tuple:
             return record
         tensor, version = record
         if tensor._version != version:
@@ -139,15 +167,15 @@ class Source:
 
     def flops(self) -> int:
         """Of one rebuild, with those of nested sources that are not cached."""
-        nested = (r.source.flops() for r in self.operands if type(r) is Recipe and not r.source.saved)
-        return int(self.rule.flops(self.node, self.operands)) + sum(nested)
-
-    def readable_in_forward(self) -> bool:
-        """Whether no operand is held by the hooks below: those must not be asked before backward."""
-        return all(
-            type(r) is not Outer and (type(r) is not Recipe or r.source.readable_in_forward())
-            for r in self.operands
-        )
+        total, waiting, seen = 0, [self], {self.key}
+        while waiting:
+            source = waiting.pop()
+            total += int(source.rule.flops(source.node, source.operands))
+            for record in source.operands:
+                if type(record) is Recipe and not record.source.saved and record.source.key not in seen:
+                    seen.add(record.source.key)
+                    waiting.append(record.source)
+        return total
 
 
 class Recipe:
@@ -162,12 +190,42 @@ class Recipe:
         # but the same code without the engine would raise. Only unchanged tensors (version 0) are rebuilt.
         self.original = None if original is None else weakref.ref(original)
 
-    def get(self) -> Tensor:
+    def get(self, memo: dict[Any, Tensor] | None = None) -> Tensor:
         original = None if self.original is None else self.original()
         if original is not None and original._version:
             raise RuntimeError(_modified(original, 0))
-        value = self.source.get()
-        return value if self.geometry is None else value.as_strided(*self.geometry)
+        value = self.source.get(memo)
+        if self.geometry is None:
+            return value
+        shape, stride, offset = self.geometry
+        return value.as_strided(shape, stride, value.storage_offset() + offset)
+
+
+class Leaf:
+    """The record of a parameter or input that a node read without saving it."""
+
+    __slots__ = ("as_read", "storage", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, as_read: bool):
+        self.tensor = tensor
+        self.version = tensor._version
+        self.storage = (
+            tensor.untyped_storage()._cdata
+        )  # FSDP's come and go under the same; assigning .data brings another
+        self.as_read = as_read  # whether it is known to be as that node saw it
+        key = id(tensor)
+        if key not in _leaves:
+            _leaves[key] = weakref.ref(tensor, lambda _: _leaves.pop(key, None))
+
+
+_leaves: dict[int, weakref.ref[Tensor]] = {}
+
+
+def known_leaves() -> Iterator[tuple[int, Tensor]]:
+    for key, reference in list(_leaves.items()):
+        leaf = reference()
+        if leaf is not None:
+            yield key, leaf
 
 
 class Outer:
@@ -188,10 +246,9 @@ class Outer:
         with self.lock:
             if self.value is not None:
                 return self.value
-            value, task = self.unpack(self.packed), _task_id()
-            if task >= 0:
+            value = self.unpack(self.packed)
+            if _drop_after_backward(self):
                 self.value = value
-                _drop_after(task, self)
             return value
 
     def take(self) -> Tensor:
@@ -218,6 +275,8 @@ def unpack(record: Any) -> Tensor:
 def shape_of(record: Any) -> tuple[int, ...]:
     if type(record) is Recipe:
         return record.source.shape if record.geometry is None else record.geometry[0]
+    if type(record) is Leaf:
+        return record.tensor.shape
     return record.shape if type(record) is Outer else record[0].shape
 
 
@@ -258,11 +317,32 @@ def _quietly(function: Callable[..., Tensor], operands: list[Any]) -> Tensor:
 _cached: dict[int, list[weakref.ref[Any]]] = {}
 
 
-def _drop_after(task: int, holder: Source | Outer) -> None:
+class _EndOfBackward:
+    """Called at the end of a backward; of one that raises, the engine only lets go of it."""
+
+    __slots__ = ("task",)
+
+    def __init__(self, task: int):
+        self.task = task
+
+    def __call__(self) -> None:
+        for reference in _cached.pop(self.task, ()):
+            holder = reference()
+            if holder is not None:
+                holder.drop()
+
+    __del__ = __call__
+
+
+def _drop_after_backward(holder: Source | Outer) -> bool:
+    """Whether the holder may keep its value until then: not outside of a backward, nor in a compiled one."""
+    task = _task_id()
+    if task < 0 or torch.compiler.is_compiling():
+        return False
     holders = _cached.get(task)
     if holders is None:
+        torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(task))
         holders = _cached[task] = []
-        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_end_of_backward, task))
     holders.append(weakref.ref(holder))
     if type(holder) is Source and _keeps_graph():
         reference = weakref.ref(holder)
@@ -274,10 +354,4 @@ def _drop_after(task: int, holder: Source | Outer) -> None:
                 source.drop()
 
         handle = holder.node.register_hook(producer_ran)
-
-
-def _end_of_backward(task: int) -> None:
-    for reference in _cached.pop(task, ()):
-        holder = reference()
-        if holder is not None:
-            holder.drop()
+    return True

@@ -130,7 +130,7 @@ def _concatenate(node: Any, output: Output, edge: Edge) -> Captured:
     return (lambda *tensors: torch.cat(tensors, dim)), tuple(edge(i) for i in range(len(node.next_functions)))
 
 
-@_rule("ToCopyBackward0", sampled=True, elementwise=True)
+@_rule("ToCopyBackward0", elementwise=True)
 def _cast(node: Any, output: Output, edge: Edge) -> Captured:
     return partial(Tensor.to, device=output.device, dtype=output.dtype), (edge(0),)
 
@@ -189,18 +189,36 @@ def _affine(node: Any, edge: Edge) -> tuple[Any, Any]:
     return weight, edge(2) if has_bias else None
 
 
-@_rule("NativeGroupNormBackward0", 8)
+@_rule("NativeGroupNormBackward0", 8, same_call=False)
 def _group_norm(node: Any, output: Output, edge: Edge) -> Captured:
     _first_output(output)
-    sizes = node._saved_N, node._saved_C, node._saved_HxW, node._saved_group, node._saved_eps
+    x, (weight, bias) = saved(node, "input"), _affine(node, edge)
+    sizes = node._saved_N, node._saved_C, node._saved_HxW, node._saved_group
+    if hasattr(node, "_saved_eps"):  # until PyTorch 2.13
 
-    def function(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return torch.native_group_norm(x, weight, bias, *sizes)[0]
+        def function(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+            return torch.native_group_norm(x, weight, bias, *sizes, node._saved_eps)[0]
 
-    return function, (saved(node, "input"), *_affine(node, edge))
+        return function, (x, weight, bias)
+    statistics = saved(node, "result1"), saved(node, "result2")
+    return partial(_group_norm_formula, sizes), (x, weight, bias, *statistics)
 
 
-@_rule("NativeBatchNormBackward0", 8)
+def _group_norm_formula(
+    sizes: tuple[int, ...], x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor
+) -> Tensor:
+    batch, channels, _, groups = sizes
+    mean, rstd = (
+        t.unsqueeze(-1).expand(batch, groups, channels // groups).reshape(batch, channels)
+        for t in (mean, rstd)
+    )
+    scale = rstd if weight is None else rstd * weight
+    shift = -scale * mean if bias is None else torch.addcmul(bias.expand_as(mean), -scale, mean)
+    shape = (batch, channels, *[1] * (x.dim() - 2))
+    return torch.addcmul(shift.view(shape), x, scale.view(shape)).to(x.dtype)
+
+
+@_rule("NativeBatchNormBackward0", 8, unsure=lambda node: not node._saved_training)
 def _batch_norm(node: Any, output: Output, edge: Edge) -> Captured:
     _first_output(output)
     eps = node._saved_eps
@@ -214,7 +232,8 @@ def _batch_norm(node: Any, output: Output, edge: Edge) -> Captured:
     statistics = [needed(saved(node, name), "its statistics") for name in ("running_mean", "running_var")]
     if any(type(record) is not tuple for record in statistics):
         raise Unavailable("its running statistics are held by other hooks")
-    # Copies, of one number a channel: training moves these buffers without counting a new version.
+    # Copies, of one number a channel: training moves these buffers without counting a new version. It may have done so already,
+    # which is why such an output is compared each time.
     mean, variance = (record[0].clone() for record in statistics)
 
     def frozen(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -90,7 +90,8 @@ def convert(model: ModuleT, *, recompute: bool = True, verify: bool = False) -> 
             verify_swap(_name(path), module, target, place)
     for _, module, target in swaps:
         _swap(module, target)
-    if recompute and root is model and next(root.children(), None) is not None:
+    scripted = isinstance(root, torch.jit.ScriptModule)
+    if recompute and root is model and not scripted and next(root.children(), None) is not None:
         install(root)
     elif not recompute:
         uninstall(root)

@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import backends
-from ._records import Outer, Recipe, RecomputeError, Source, is_freed, regions, unpack
+from ._checks import check_sharding, is_up_to_date, rebuilds_the_bits, warn_once
+from ._records import Leaf, Outer, Recipe, RecomputeError, Source, is_freed, known_leaves, regions, unpack
 from ._rules_torch import OWN_OUTPUT
+from ._support import may_save_its_output, steps_aside, warn_of_compile
 from .ops._registry import is_sharded
 from .rules import Output, Unavailable, is_users, rule_of, saved
 
@@ -34,10 +36,10 @@ __all__ = ["Policy", "RecomputeError", "recompute"]
 MIN_ELEMENTS = 256
 
 #: Nodes in a row that may be run again to rebuild one tensor because they keep nothing themselves (rotary embeddings take 7).
-MAX_DEPTH = 8
+MAX_EDGES = 12
 
-#: Versions that the tests are run with. Rules read attributes of autograd nodes that PyTorch does not document.
-TESTED = ("2.13", "2.14")
+#: Rebuilt tensors in a row, each from the one before (as in a recurrent network): the next is kept.
+MAX_CHAIN = 32
 
 #: (node, FLOPs of rebuilding, bytes of the tensor) -> save or recompute.
 Policy = Callable[[Any, int, int], CheckpointPolicy]
@@ -58,6 +60,12 @@ class Region:
         self.verify = verify
         self.kept = self.rebuilt = 0  # tensors large enough to matter
         self.depth = 0
+        self.ended = False
+        self.frame: tuple[int, CodeType] | None = None
+        # Leaves that an edge leads to are read when their reader's output is saved, which may be after an optimizer's step. Those
+        # whose version has not changed since the region began, and before the reader ran, are as the reader saw them.
+        start = torch._C._autograd._get_sequence_nr()
+        self.versions = {key: (leaf._version, start) for key, leaf in known_leaves()}
         # PyTorch calls the topmost pair of hooks only, so the region calls the pair below it; but not another region's.
         below = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self.below = regions.stack[-1][1].below if below is not None and below[1] is unpack else below
@@ -66,23 +74,36 @@ class Region:
     def pack(self, tensor: Tensor) -> Any:
         """The pack hook: a record in place of the tensor. It runs for all that autograd saves; most leave at the first tests."""
         node = tensor.grad_fn
-        if node is not None:
-            whole = tensor
-            if tensor._base is not None:
-                whole = tensor._base
-                node = whole.grad_fn
-            if (
-                node is not None
-                and (whole.numel() >= MIN_ELEMENTS or is_users(node))
-                and (type(tensor) is Tensor or is_sharded(tensor))
-            ):
-                try:
-                    recipe = self.recipe(tensor, whole, node)
-                    self.rebuilt += 1
-                    return recipe
-                except Unavailable:
-                    self.kept += 1
-        return (tensor, tensor._version) if self.below is None else self.keep(tensor)
+        if node is None:
+            return (tensor, tensor._version) if self.below is None else self.keep(tensor)
+        recipe = self._attempt(tensor, node)
+        if recipe is not None:
+            self.rebuilt += 1
+            return recipe
+        if self.below is not None:
+            return self.keep(tensor)
+        if may_save_its_output(type(node)):
+            # A node that held its own output would be a cycle that no collector sees: an alias without history does as well.
+            return tensor.detach(), tensor._version
+        return tensor, tensor._version
+
+    def _attempt(self, tensor: Tensor, node: Any) -> Recipe | None:
+        whole = tensor
+        if tensor._base is not None:
+            whole = tensor._base
+            node = whole.grad_fn
+        if (
+            node is None
+            or self.ended
+            or (whole.numel() < MIN_ELEMENTS and not is_users(node))
+            or not (type(tensor) is Tensor or is_sharded(tensor))
+        ):
+            return None
+        try:
+            return self.recipe(tensor, whole, node)
+        except Unavailable:
+            self.kept += 1
+            return None
 
     def keep(self, tensor: Tensor) -> Any:
         """For the hooks below."""
@@ -92,12 +113,12 @@ class Region:
     def recipe(self, tensor: Tensor, whole: Tensor, node: Any) -> Recipe:
         """Raises Unavailable where the tensor has to be kept. It is all or a view of `whole`, which `node` made: views, and
         identities such as a full backward hook's, are seen through."""
-        if whole.layout is not torch.strided or whole.is_quantized or whole.is_nested:
-            raise Unavailable("not a dense tensor")
+        if whole.layout is not torch.strided or whole.is_quantized or whole.is_nested or whole.is_meta:
+            raise Unavailable("not a dense tensor with data")
         geometry = None
         if whole is not tensor:
-            if whole.dtype is not tensor.dtype:
-                raise Unavailable("a view in another dtype")
+            if whole.dtype is not tensor.dtype or tensor.is_conj() or tensor.is_neg():
+                raise Unavailable("a view that reads its base in another way")
             geometry = (tensor.shape, tensor.stride(), tensor.storage_offset() - whole.storage_offset())
         if whole._version:
             raise Unavailable("changed in place")
@@ -110,11 +131,16 @@ class Region:
                 if choice in _SAVE:
                     raise Unavailable("the policy saves it")
             if type(whole) is not Tensor:
-                _check_sharding(source, whole)
+                check_sharding(source, whole)
             self._check(source, whole)
             source.stride = whole.stride()
             source.saved = True
-        return Recipe(source, tensor, geometry)
+        # Hooks below may permit a change after the save, as those that copy do.
+        return Recipe(source, tensor if self.below is None else None, geometry)
+
+    def can_rebuild(self, tensor: Tensor) -> bool:
+        """Whether the region would rebuild this tensor, were it saved now."""
+        return tensor.grad_fn is not None and self._attempt(tensor, tensor.grad_fn) is not None
 
     def _source(self, node: Any, output: Output) -> Source:
         source = Source.find(node, output.number)
@@ -127,11 +153,20 @@ class Region:
             )
         if rule.matrix and self.policy is None:
             raise Unavailable("{} is a matrix product", node)
-        function, operands = rule.capture(node, output, functools.partial(self._edge, node))
+        try:
+            function, operands = rule.capture(node, output, functools.partial(self._edge, node))
+        except AttributeError as error:
+            warn_once(
+                f"pyckpt.recompute: the rule of {rule.name} does not fit PyTorch {torch.__version__} ({error})"
+            )
+            raise Unavailable("its rule does not fit this version of PyTorch") from None
         for record in operands:
             if type(record) is tuple and record[0].is_leaf and is_freed(record[0]):
                 raise Unavailable("it reads a parameter whose storage is freed")
-        return Source(node, output, rule, function, operands)
+        source = Source(node, output, rule, function, operands)
+        if source.chain > MAX_CHAIN:
+            raise Unavailable("too many steps from what is kept")
+        return source
 
     def _edge(self, reader: Any, index: int) -> Any:
         """The record of an input that its reader does not keep."""
@@ -140,51 +175,45 @@ class Region:
             raise Unavailable("{} does not keep an input, which is a constant", reader)
         name = type(node).__name__
         if name == "AccumulateGrad":
-            return node.variable, node.variable._version
+            return self._leaf(node.variable, reader)
         if name in OWN_OUTPUT and number == 0:
             return saved(node, OWN_OUTPUT[name])
+        if self.depth >= MAX_EDGES:
+            raise Unavailable("too many steps from what is kept")
         meta = node._input_metadata[number]
-        return Recipe(
-            self._source(node, Output(tuple(meta.shape), meta.dtype, meta.device, number)), None, None
-        )
+        self.depth += 1
+        try:
+            source = self._source(node, Output(tuple(meta.shape), meta.dtype, meta.device, number))
+        finally:
+            self.depth -= 1
+        return Recipe(source, None, None)
+
+    def _leaf(self, leaf: Tensor, reader: Any) -> Leaf:
+        if is_freed(leaf):
+            raise Unavailable("it reads a parameter whose storage is freed")
+        version, since = self.versions.get(id(leaf), (-1, 0))
+        as_read = version == leaf._version and reader._sequence_nr() >= since
+        if not as_read:
+            self.versions[id(leaf)] = leaf._version, torch._C._autograd._get_sequence_nr()
+        return Leaf(leaf, as_read)
 
     def _check(self, source: Source, whole: Tensor) -> None:
         """Raises Unavailable unless recipes of this kind are known, or now seen, to give the bits of the original."""
         rule = source.rule
-        if self.below is not None and not source.readable_in_forward():
+        if self.below is not None and not source.readable:
             # The choice has to be the same when a checkpoint replays this forward, whatever was learnt in between.
-            if not rule.same_call:
+            if not rule.same_call or source.reads_leaf:
                 raise Unavailable("{} cannot be checked under other saved-tensor hooks", source.node)
             return
-        if rule.sampled and not _samples_agree(source, whole):
-            raise Unavailable("its input has changed since")
+        if source.unsure and not is_up_to_date(source, whole):
+            raise Unavailable("what it reads has changed since")
         kinds = tuple(map(_kind, source.operands))
         kind = (rule, whole.dtype, whole.shape[-1:], whole.is_contiguous(), whole.device, kinds)
         verdict = None if self.verify else _verdicts.get(kind)
         if verdict is None:
-            verdict = _verdicts[kind] = _gives_same_bits(source, whole)
+            verdict = _verdicts[kind] = rebuilds_the_bits(source, whole)
         if not verdict:
             raise Unavailable("its rule does not give the same bits here")
-
-
-def _check_sharding(source: Source, whole: Any) -> None:
-    """A DTensor is rebuilt where that needs no communication: by a rule of single elements, from operands laid out alike."""
-    if not source.rule.elementwise:
-        raise Unavailable("a DTensor that is no function of single elements")
-    for tensor in (whole, *(record[0] for record in source.operands if type(record) is tuple)):
-        if (
-            not is_sharded(tensor)
-            or tensor.placements != whole.placements
-            or tensor.device_mesh != whole.device_mesh
-        ):
-            raise Unavailable("a DTensor made of differently placed ones")
-        if any(placement.is_partial() for placement in tensor.placements):
-            raise Unavailable("a DTensor that holds partial sums")
-    if any(type(record) is Outer for record in source.operands):
-        raise Unavailable("a DTensor under other saved-tensor hooks")
-    for record in source.operands:
-        if type(record) is Recipe:
-            _check_sharding(record.source, whole)
 
 
 def _computes(source: Source) -> Source:
@@ -197,157 +226,73 @@ def _computes(source: Source) -> Source:
 def _kind(record: Any) -> Any:
     if type(record) is tuple:
         return record[0].dtype, record[0].is_contiguous()
+    if type(record) is Leaf:
+        return record.tensor.dtype, record.tensor.is_contiguous()
     return record.source.rule if type(record) is Recipe else type(record)
 
 
-def _samples_agree(source: Source, whole: Tensor) -> bool:
-    (record,) = source.operands
-    if type(record) is not tuple:
-        return True
-    index = (0,) * max(0, whole.dim() - 1) + (slice(16),) * min(1, whole.dim())
-    with torch.no_grad():
-        return _same_bits(source.function(record[0][index]), whole[index])
-
-
-def _gives_same_bits(source: Source, whole: Tensor) -> bool:
-    rule = source.rule
-    try:
-        rebuilt = source.get()
-    except Exception as error:
-        if rule.built_in:
-            raise Unavailable(
-                "its rule failed: " + str(error).replace("{", "{{").replace("}", "}}")
-            ) from error
-        raise RecomputeError(
-            f"the recompute rule of {_place(source)} raised {type(error).__name__}: {error}. Correct the rule, or keep this "
-            "node's output by a policy"
-        ) from error
-    made = f"{tuple(whole.shape)}, {whole.dtype}"
-    if not isinstance(rebuilt, Tensor) or rebuilt.shape != whole.shape or rebuilt.dtype is not whole.dtype:
-        found = (
-            f"{tuple(rebuilt.shape)}, {rebuilt.dtype}"
-            if isinstance(rebuilt, Tensor)
-            else type(rebuilt).__name__
-        )
-        problem = f"returned {found} where the forward made {made}"
-    elif _same_bits(rebuilt, whole):
-        return True
-    else:
-        problem = f"does not give the bits that the forward made ({made})"
-    if rule.built_in:
-        _warn_once(
-            f"pyckpt.recompute: the rule of {_place(source)} {problem}; such outputs on {whole.device} are kept instead, and "
-            "pyckpt.explain(model, ...) lists them"
-        )
-        return False
-    raise RecomputeError(
-        f"the recompute rule of {_place(source)} {problem}. It must return the forward's output, computed by the same operations "
-        "in the same order"
-    )
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN equals NaN here, and 0 equals -0. Of DTensors this process' parts."""
-    if is_sharded(a) and is_sharded(b):
-        return a.placements == b.placements and _same_bits(a.to_local(), b.to_local())  # type: ignore[attr-defined]
-    return a.device == b.device and (torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all()))
-
-
-def _place(source: Source) -> str:
-    """Node and module, the latter from the stack of the forward that is running."""
-    frame = sys._getframe()
-    modules = []
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and frame.f_code.co_name == "forward":
-            modules.append(owner)
-        frame = frame.f_back  # type: ignore[assignment]
-    name = source.node.name()
-    if not modules:
-        return name
-    path = next((path for path, module in modules[-1].named_modules() if module is modules[0]), "")
-    return f"{name} in {type(modules[0]).__name__}{f' ({path})' if path else ''}"
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=_user_level())
-
-
-def _user_level() -> int:
-    """Levels up to the first frame outside this package and PyTorch."""
-    level, frame = 2, sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
-        "pyckpt",
-        "torch",
-    ):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-def _steps_aside() -> str:
-    """Why the engine must not act here; empty if it may."""
-    if torch._C._are_functorch_transforms_active():
-        return "a torch.func transform encloses the region: put the region around the transform's caller, or do without"
-    if torch._C._get_tracing_state() is not None:
-        return "torch.jit.trace is recording"
-    return _unsupported()
-
-
-@functools.cache
-def _unsupported() -> str:
-    """What this version of PyTorch lacks; warns of versions that the tests are not run with."""
-    if not hasattr(torch._C._autograd.SavedTensor, "data") or not hasattr(
-        torch._C._autograd, "_top_saved_tensors_default_hooks"
-    ):
-        return f"PyTorch {torch.__version__} does not show what autograd nodes keep (tested: {', '.join(TESTED)})"
-    if not torch.__version__.startswith(TESTED):
-        _warn_once(
-            f"pyckpt.recompute is not tested with PyTorch {torch.__version__} (but with {', '.join(TESTED)}). Each rule is "
-            "checked at its first use all the same"
-        )
-    return ""
-
-
-@torch.compiler.assume_constant_result
-def _warn_of_compile() -> bool:
-    _warn_once(
-        "pyckpt.recompute does nothing inside torch.compile, whose partitioner decides itself what to recompute "
-        "(torch._functorch.config.activation_memory_budget). A region around a compiled module works on what lies outside it"
-    )
-    return True
-
-
-def enter(policy: str | Policy, verify: bool, owner: object, kind: type[Region] = Region) -> None:
-    """Begins a region that :func:`leave` with the same owner ends."""
+def enter(
+    policy: str | Policy,
+    verify: bool,
+    owner: object,
+    kind: type[Region] = Region,
+    frame: FrameType | None = None,
+) -> None:
+    """Begins a region that :func:`leave` with the same owner ends; or, if it is never called, the end of `frame`."""
     if torch.compiler.is_compiling():
-        _warn_of_compile()
+        warn_of_compile()
         return
+    _end_interrupted(frame)
     if backends.disabled() or regions.suspended:
         return
-    reason = _steps_aside()
+    reason = steps_aside()
     if reason:
-        _warn_once(f"pyckpt.recompute does nothing here: {reason}")
+        warn_once(f"pyckpt.recompute does nothing here: {reason}")
         return
     region = kind(policy, verify)
+    region.frame = None if frame is None else (id(frame), frame.f_code)
     region.hooks.__enter__()
     regions.stack.append((owner, region))
 
 
 def leave(owner: object, failed: bool = False) -> None:
-    if torch.compiler.is_compiling() or not regions.stack or regions.stack[-1][0] is not owner:
+    if torch.compiler.is_compiling():
         return
-    _, region = regions.stack.pop()
-    region.hooks.__exit__()
+    region = next(
+        (region for key, region in reversed(regions.stack) if key is owner and not region.ended), None
+    )
+    if region is None:
+        return
+    region.ended = True
+    _unwind()
     if region.kept and not region.rebuilt and not failed:
-        _warn_once(
+        warn_once(
             "pyckpt.recompute: nothing in this region could be recomputed; it costs time and saves nothing. "
             "pyckpt.explain(model, ...) tells why for each tensor"
         )
+
+
+def _unwind() -> None:
+    """Takes the hooks of ended regions off. One that others (a generator's, say) were begun in waits for them, idle."""
+    while regions.stack and regions.stack[-1][1].ended:
+        _, region = regions.stack.pop()
+        region.hooks.__exit__()
+
+
+def _end_interrupted(begins: FrameType | None) -> None:
+    """Ends regions on a model's forward that a KeyboardInterrupt has left: forward hooks run for an Exception only. The frame
+    that begins one now (in the memory of a frame that is gone, it may be) has none yet."""
+    waiting = [region for _, region in regions.stack if region.frame is not None and not region.ended]
+    if not waiting:
+        return
+    running = set()
+    frame = sys._getframe() if begins is None else begins.f_back
+    while frame is not None:
+        running.add((id(frame), frame.f_code))
+        frame = frame.f_back
+    for region in waiting:
+        region.ended = region.frame not in running
+    _unwind()
 
 
 class recompute:

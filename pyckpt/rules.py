@@ -71,8 +71,7 @@ class Rule:
         view: a view or copy of its input.
         elementwise: each element of the output comes from the same element of every operand.
         same_call: the function is the very call that made the output, so that it can be trusted where a check is not possible.
-        sampled: a function of single elements whose operand may have changed before it was seen (a parameter that autocast has
-            cast and kept): some elements are compared each time.
+        unsure: whether what the node reads may change without a trace, so that each rebuild has to be compared.
         built_in: shipped here: on a difference the output is kept with a warning, where a user's rule raises.
     """
 
@@ -83,7 +82,7 @@ class Rule:
     view: bool = False
     elementwise: bool = False
     same_call: bool = True
-    sampled: bool = False
+    unsure: Callable[[Any], bool] | None = None
     built_in: bool = True
 
 
@@ -118,8 +117,13 @@ def _record(raw: Any) -> Any:
     value = raw.data
     if value is None:
         return None
-    if isinstance(value, Tensor) and value.dim() == 0:  # a Python number; those pass no hooks
-        return value
+    if (
+        isinstance(value, Tensor) and value.dim() == 0
+    ):  # a Python number, which passes no hooks, or a tensor from outside
+        try:
+            return raw.unpack(), value._version
+        except RuntimeError:
+            raise Unavailable("what it reads has changed since") from None
     # Packed by others, who may hand it out only once; or before the region began.
     raise Unavailable("its producer ran outside the region, or under hooks of its own")
 

@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
-from pyckpt import backends, engine
+from pyckpt import _checks, backends, engine
 
 BACKENDS = ["reference", "cpu"]
 ISAS = ["x86-64-v2", "x86-64-v3", "x86-64-v4"] if platform.machine() in ("x86_64", "AMD64") else ["baseline"]
@@ -33,7 +33,7 @@ def one_thread():
 def unlearned(monkeypatch):
     """The recompute engine as in a new process: nothing checked yet, no warning given."""
     monkeypatch.setattr(engine, "_verdicts", {})
-    monkeypatch.setattr(engine, "_warned", set())
+    monkeypatch.setattr(_checks, "warned", set())
 
 
 @pytest.fixture(params=BACKENDS)
@@ -64,12 +64,3 @@ def isa(request, native):
     with backends.use("cpu"):
         yield request.param
     native.use_isa(before)
-
-
-@pytest.fixture
-def one_thread():
-    """Threads that wait for each other crawl on a machine that is busy with other tests."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

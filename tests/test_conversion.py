@@ -89,7 +89,7 @@ def test_only_the_classes_change():
     model.norm2.train()
     handle = model.act.register_forward_hook(lambda *args: None)
     before, keys = state_of(model), list(model.state_dict())
-    assert pyckpt.convert(model) is model
+    assert pyckpt.convert(model, recompute=False) is model
     assert fused_paths(model) == SWAPPED_IN_BLOCK
     assert state_of(model) == before
     assert list(model.state_dict()) == keys

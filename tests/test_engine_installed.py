@@ -157,3 +157,13 @@ def test_evaluation_costs_no_memory_and_leaves_no_region(x):
     with torch.inference_mode():
         converted(x)
     assert not engine.regions.stack
+
+
+def test_compiled_exported_and_traced_afterwards(x):
+    converted = pyckpt.convert(model())
+    expected = converted(x)
+    with pytest.warns(UserWarning, match=r"does nothing inside torch\.compile"):
+        compiled = torch.compile(converted, backend="aot_eager", fullgraph=True)(x)
+    exported = torch.export.export(converted, (x,)).module()(x)
+    for y in (compiled, exported):
+        torch.testing.assert_close(y, expected)

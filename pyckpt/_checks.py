@@ -1,0 +1,143 @@
+"""Rules are not trusted: the first use of each kind compares the rebuilt tensor with the one at hand."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ._records import Leaf, Outer, Recipe, RecomputeError, Source
+from .ops._registry import is_sharded
+from .rules import Unavailable
+
+
+def rebuilds_the_bits(source: Source, whole: Tensor) -> bool:
+    """Whether the source gives `whole`. A built-in rule that does not is warned of; a user's raises RecomputeError."""
+    rule = source.rule
+    try:
+        rebuilt = _rebuilt(source)
+    except Exception as error:
+        if rule.built_in:
+            _warn_of_rule(source, whole, f"failed ({error})")
+            return False
+        raise RecomputeError(
+            f"the recompute rule of {_place(source)} raised {type(error).__name__}: {error}. Correct the rule, or keep this "
+            "node's output by a policy"
+        ) from error
+    made = f"{tuple(whole.shape)}, {whole.dtype}"
+    if not isinstance(rebuilt, Tensor):
+        problem = f"returned {type(rebuilt).__name__} where the forward made {made}"
+    elif rebuilt.shape != whole.shape or rebuilt.dtype is not whole.dtype:
+        problem = f"returned {tuple(rebuilt.shape)}, {rebuilt.dtype} where the forward made {made}"
+    elif _same_bits(rebuilt, whole):
+        return True
+    else:
+        problem = f"does not give the bits that the forward made ({made})"
+    if rule.built_in:
+        _warn_of_rule(source, whole, problem)
+        return False
+    raise RecomputeError(
+        f"the recompute rule of {_place(source)} {problem}. It must return the forward's output, computed by the same operations "
+        "in the same order"
+    )
+
+
+def is_up_to_date(source: Source, whole: Tensor) -> bool:
+    """Whether the source still gives `whole`, though it reads something that may have changed since."""
+    try:
+        rebuilt = _rebuilt(source)
+    except RuntimeError:
+        return False
+    return rebuilt.shape == whole.shape and _same_bits(rebuilt, whole)
+
+
+def _rebuilt(source: Source) -> Any:
+    """Unseen by dispatch modes: a selective checkpoint counts operations, and would count these."""
+    modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+    with modes:
+        return source.get()
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """NaN equals NaN here, and 0 equals -0. Of DTensors this process' parts."""
+    if is_sharded(a) and is_sharded(b):
+        return a.placements == b.placements and _same_bits(a.to_local(), b.to_local())  # type: ignore[attr-defined]
+    modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+    with torch.no_grad(), modes:
+        return a.device == b.device and (
+            torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+        )
+
+
+def check_sharding(source: Source, whole: Any) -> None:
+    """A DTensor is rebuilt where that needs no communication: by rules of single elements, from operands laid out alike."""
+    waiting, seen = [source], {source.key}
+    tensors = [whole]
+    while waiting:
+        source = waiting.pop()
+        if not source.rule.elementwise:
+            raise Unavailable("a DTensor that is no function of single elements")
+        for record in source.operands:
+            if type(record) is Outer:
+                raise Unavailable("a DTensor under other saved-tensor hooks")
+            if type(record) is tuple and (record[0].dim() or is_sharded(record[0])):  # else a number
+                tensors.append(record[0])
+            elif type(record) is Leaf:
+                tensors.append(record.tensor)
+            elif type(record) is Recipe and record.source.key not in seen:
+                seen.add(record.source.key)
+                waiting.append(record.source)
+    for tensor in tensors:
+        alike = is_sharded(tensor) and tensor.placements == whole.placements
+        if not alike or tensor.device_mesh != whole.device_mesh:
+            raise Unavailable("a DTensor made of differently placed ones")
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise Unavailable("a DTensor that holds partial sums")
+
+
+def _place(source: Source) -> str:
+    """Node and module, the latter from the stack of the forward that is running."""
+    frame = sys._getframe()
+    modules = []
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and frame.f_code.co_name == "forward":
+            modules.append(owner)
+        frame = frame.f_back  # type: ignore[assignment]
+    name = source.node.name()
+    if not modules:
+        return name
+    path = next((path for path, module in modules[-1].named_modules() if module is modules[0]), "")
+    return f"{name} in {type(modules[0]).__name__}{f' ({path})' if path else ''}"
+
+
+def _warn_of_rule(source: Source, whole: Tensor, problem: str) -> None:
+    warn_once(
+        f"pyckpt.recompute: the rule of {_place(source)} {problem}; such outputs on {whole.device} are kept instead, and "
+        "pyckpt.explain(model, ...) lists them"
+    )
+
+
+warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    if message not in warned:
+        warned.add(message)
+        warnings.warn(message, stacklevel=_user_level())
+
+
+def _user_level() -> int:
+    """Levels up to the first frame outside this package and PyTorch."""
+    level, frame = 2, sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "pyckpt",
+        "torch",
+    ):
+        level, frame = level + 1, frame.f_back
+    return level
