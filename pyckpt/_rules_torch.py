@@ -16,7 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._records import shape_of
-from .rules import OWN_OUTPUT, RULES, Capture, Edge, Flops, Output, Rule, Unavailable, elements, needed, saved
+from .rules import (
+    OWN_OUTPUT,
+    RULES,
+    Capture,
+    Edge,
+    Flops,
+    Output,
+    Rule,
+    Unavailable,
+    _record,
+    elements,
+    needed,
+    saved,
+)
 
 aten = torch.ops.aten
 Captured = tuple[Callable[..., Tensor], tuple[Any, ...]]
@@ -138,6 +151,12 @@ def _cast(node: Any, output: Output, edge: Edge) -> Captured:
 @_rule("EmbeddingBackward0")
 def _embedding(node: Any, output: Output, edge: Edge) -> Captured:
     return F.embedding, (saved(node, "indices"), edge(0))
+
+
+@_rule("IndexBackward0")
+def _index(node: Any, output: Output, edge: Edge) -> Captured:
+    indices = [_record(raw) for raw in node._raw_saved_indices]  # None: the whole dimension
+    return (lambda x, *indices: aten.index(x, indices)), (edge(0), *indices)
 
 
 # Norms

@@ -101,6 +101,13 @@ COMPOSED = {
             .reshape(2, 40, C)
         ),
     ),
+    "indexed": (
+        "Index",
+        lambda x: (
+            F.gelu(x)[:, torch.arange(40).flip(0)][torch.arange(8) % 3, :, torch.arange(8)].view(8, 40, 1) * x
+        ),
+    ),
+    "masked": ("Index", lambda x: F.gelu(x)[torch.arange(8) % 2 == 0].repeat_interleave(2, 0) * x),
     "unbound": ("Unbind", lambda x: torch.cat([t * 2 for t in F.gelu(x).unbind(0)])),
     "split_sizes": ("SplitWithSizes", lambda x: torch.cat([t * 2 for t in F.gelu(x).split([4, 12], -1)], -1)),
     "transposed": ("T", lambda x: (F.gelu(x.flatten(0, 1)).t() * 2).t()),
