@@ -159,6 +159,12 @@ def _index(node: Any, output: Output, edge: Edge) -> Captured:
     return (lambda x, *indices: aten.index(x, indices)), (edge(0), *indices)
 
 
+@_rule("SumBackward1", lambda node, operands: math.prod(shape_of(operands[0])))
+def _sum(node: Any, output: Output, edge: Edge) -> Captured:
+    dims = [_integer(d) for d in node._saved_dim]
+    return partial(torch.sum, dim=dims, keepdim=node._saved_keepdim, dtype=output.dtype), (edge(0),)
+
+
 # Norms
 
 

@@ -108,6 +108,8 @@ COMPOSED = {
         ),
     ),
     "masked": ("Index", lambda x: F.gelu(x)[torch.arange(8) % 2 == 0].repeat_interleave(2, 0) * x),
+    "summed": ("Sum", lambda x: F.gelu(x).sum((0, -1), keepdim=True) * x),
+    "summed_last": ("Sum", lambda x: torch.cat([F.gelu(x)] * 2, -1).view(8, 40, 2, C).sum(-2) * x),
     "unbound": ("Unbind", lambda x: torch.cat([t * 2 for t in F.gelu(x).unbind(0)])),
     "split_sizes": ("SplitWithSizes", lambda x: torch.cat([t * 2 for t in F.gelu(x).split([4, 12], -1)], -1)),
     "transposed": ("T", lambda x: (F.gelu(x.flatten(0, 1)).t() * 2).t()),
