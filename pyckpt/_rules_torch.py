@@ -137,10 +137,15 @@ def _negate(node: Any, output: Output, edge: Edge) -> Captured:
     return torch.neg, (edge(0),)
 
 
-@_rule("CatBackward0")
-def _concatenate(node: Any, output: Output, edge: Edge) -> Captured:
-    dim = _integer(node._saved_dim)
-    return (lambda *tensors: torch.cat(tensors, dim)), tuple(edge(i) for i in range(len(node.next_functions)))
+def _joined(name: str, function: Callable[..., Tensor]) -> None:
+    @_rule(name)
+    def capture(node: Any, output: Output, edge: Edge) -> Captured:
+        dim = _integer(node._saved_dim)
+        return (lambda *x: function(x, dim)), tuple(edge(i) for i in range(len(node.next_functions)))
+
+
+_joined("CatBackward0", torch.cat)
+_joined("StackBackward0", torch.stack)
 
 
 @_rule("ToCopyBackward0", sampled=True)

@@ -86,6 +86,10 @@ COMPOSED = {
     ),
     "transposed_copy": ("Clone Transpose UnsafeView", lambda x: F.gelu(x).transpose(0, 1).reshape(x.shape)),
     "rotated": ("Cat Neg Split", lambda x: torch.cat([-halves(x)[1], halves(x)[0]], -1)),
+    "rotated_pairs": (
+        "Stack Neg Slice",
+        lambda x: torch.stack([-F.gelu(x)[..., 1::2], F.gelu(x)[..., ::2]], -1).flatten(-2) * x,
+    ),
     "gated_halves": ("Split Mul", lambda x: torch.cat([halves(x)[0] * x[..., : C // 2]] * 2, -1)),
     "views": (
         "Permute Slice Select Unsqueeze Expand Squeeze View Alias",
