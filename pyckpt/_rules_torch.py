@@ -88,6 +88,14 @@ def _glu(node: Any, output: Output, edge: Edge) -> Captured:
     return partial(F.glu, dim=_integer(node._saved_dim)), (saved(node, "self"),)
 
 
+_unary(
+    "MaxPool2DWithIndicesBackward0",
+    lambda x, **options: aten.max_pool2d_with_indices(x, **options)[0],
+    *("kernel_size", "stride", "padding", "dilation", "ceil_mode"),
+    flops=9,
+)
+
+
 @_rule("PreluKernelBackward0")
 def _prelu(node: Any, output: Output, edge: Edge) -> Captured:
     return torch._prelu_kernel, (saved(node, "self"), saved(node, "weight"))
@@ -309,27 +317,14 @@ _view(
 _view("UnbindBackward0", lambda node, output: lambda x: x.unbind(_integer(node._saved_dim))[output.number])
 
 OWN_OUTPUT.update(
-    dict.fromkeys(
-        (
-            *(
-                "SigmoidBackward0",
-                "TanhBackward0",
-                "ReluBackward0",
-                "ExpBackward0",
-                "Expm1Backward0",
-                "SqrtBackward0",
-            ),
-            *(
-                "RsqrtBackward0",
-                "ReciprocalBackward0",
-                "SoftmaxBackward0",
-                "SafeSoftmaxBackward0",
-                "LogSoftmaxBackward0",
-                "PowBackward1",
-            ),
-        ),
-        "result",
-    ),
+    {
+        f"{name}Backward0": "result"
+        for name in (
+            *("Sigmoid", "Tanh", "Relu", "Exp", "Expm1", "Sqrt", "Rsqrt", "Reciprocal"),
+            *("Softmax", "SafeSoftmax", "LogSoftmax"),
+        )
+    },
+    PowBackward1="result",
     ScaledDotProductFlashAttentionForCpuBackward0="output",
     ScaledDotProductFlashAttentionBackward0="output",
     ScaledDotProductEfficientAttentionBackward0="output",

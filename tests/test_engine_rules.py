@@ -61,6 +61,7 @@ UNARY = {
     "log1p": ("Abs Log1P", lambda x: x.abs().log1p()),
     "square": ("Pow", torch.square),
     "cube": ("Pow", lambda x: x**3),
+    "max_pool2d": ("MaxPool2DWithIndices", lambda x: F.max_pool2d(x, 3, 1, 1)),
     "glu": ("Cat Glu", lambda x: F.glu(torch.cat([x, x], -1))),
 }
 COMPOSED = {
