@@ -7,6 +7,8 @@ _run.py       one row of the table: check, time, count memory
 _report.py    terminal table, JSON, PNG
 minilm.py     the real job: fine-tuning a pretrained sentence encoder (``python -m bench.minilm``)
 _encoder.py   its text, model, loss and training step
+coverage.py   what is saved on real architectures (``python -m bench.coverage``): docs/coverage.md
+_architectures.py   their models, random and of any size
 """
 
 import os

@@ -84,7 +84,11 @@ def _transformers(s: Size) -> dict[str, tuple[dict[str, Any], str]]:
         "gpt2": (words | {"n_embd": s.width, "n_layer": s.layers, "n_head": s.heads}, "words"),
         "gpt_neox": (plain | words, "words"),
         "opt": (hidden | words | {"ffn_dim": s.inner, "word_embed_proj_dim": s.width}, "words"),
-        "falcon": (hidden | words, "words"),
+        # As the 40B and 180B models: one key and value for all heads (7B) is another path of attention in each version of torch.
+        "falcon": (
+            hidden | words | {"new_decoder_architecture": True, "num_kv_heads": s.kv_heads},
+            "words",
+        ),
         "llama": (gated, "words"),
         "mistral": (gated, "words"),
         "qwen3": (gated | head, "words"),

@@ -60,7 +60,7 @@ EXPECTED = {
     "gpt2": ({"GELU": 2, "LayerNorm": 5, "Dropout": 7}, set()),
     "gpt_neox": ({"GELU": 2, "LayerNorm": 5, "Dropout": 5}, set()),
     "opt": ({"ReLU": 2, "LayerNorm": 5}, set()),
-    "falcon": ({"GELU": 2, "LayerNorm": 3, "Dropout": 2}, set()),
+    "falcon": ({"GELU": 2, "LayerNorm": 5, "Dropout": 2}, set()),
     "llama": LLAMA,
     "mistral": LLAMA,
     "qwen3": ({"SiLU": 2, "ConvertedNorm": 9}, set()),
