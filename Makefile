@@ -1,5 +1,5 @@
-# make bench | test | lint | sanitize: each sets up what it needs in .venv, then runs. Stamps in .venv/stamps keep a second
-# run from setting up again; a changed C++ source is rebuilt.
+# make bench | test | coverage | lint | sanitize: each sets up what it needs in .venv, then runs. Stamps in .venv/stamps keep
+# a second run from setting up again; a changed C++ source is rebuilt.
 #
 # Needs python3 (3.10 or newer) with venv and headers, a C++ compiler (GCC 11 or Clang 14, or newer) and make. On Debian and
 # Ubuntu: apt install python3-venv python3-dev g++ make
@@ -19,7 +19,7 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 CXX_FILES := $(filter %.h %.cpp,$(SOURCES))
 SANITIZED := build/sanitize
 
-.PHONY: help bench test lint sanitize clean FORCE
+.PHONY: help bench test coverage lint sanitize clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -33,6 +33,10 @@ bench: $(STAMPS)/bench
 test: $(STAMPS)/test
 	PYTHONPATH=$(CURDIR) $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal \
 	    -p tests._backend_report --require-backend cpu $(ARGS)
+
+# docs/coverage.json against this machine: real architectures' gradients and bytes. Written by python -m bench.coverage.
+coverage: $(STAMPS)/test
+	$(BIN)/python -m bench.coverage --check $(ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .

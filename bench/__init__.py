@@ -11,6 +11,8 @@ engine.py     a training step of a GPT-2-like stack, the engine beside its peers
 _stack.py     the stack, and the ways of training it
 _hooks.py     what the engine's hooks cost a saved tensor
 _alone.py     the command line of one subject by itself
+coverage.py   what is saved on real architectures (``python -m bench.coverage``): docs/coverage.md
+_architectures.py   their models, random and of any size
 """
 
 import os

@@ -16,7 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._records import shape_of
-from .rules import OWN_OUTPUT, RULES, Capture, Edge, Flops, Output, Rule, Unavailable, elements, needed, saved
+from .rules import (
+    OWN_OUTPUT,
+    RULES,
+    Capture,
+    Edge,
+    Flops,
+    Output,
+    Rule,
+    Unavailable,
+    _record,
+    elements,
+    needed,
+    saved,
+)
 
 aten = torch.ops.aten
 Captured = tuple[Callable[..., Tensor], tuple[Any, ...]]
@@ -75,6 +88,14 @@ def _glu(node: Any, output: Output, edge: Edge) -> Captured:
     return partial(F.glu, dim=_integer(node._saved_dim)), (saved(node, "self"),)
 
 
+_unary(
+    "MaxPool2DWithIndicesBackward0",
+    lambda x, **options: aten.max_pool2d_with_indices(x, **options)[0],
+    *("kernel_size", "stride", "padding", "dilation", "ceil_mode"),
+    flops=9,
+)
+
+
 @_rule("PreluKernelBackward0")
 def _prelu(node: Any, output: Output, edge: Edge) -> Captured:
     return torch._prelu_kernel, (saved(node, "self"), saved(node, "weight"))
@@ -124,10 +145,15 @@ def _negate(node: Any, output: Output, edge: Edge) -> Captured:
     return torch.neg, (edge(0),)
 
 
-@_rule("CatBackward0")
-def _concatenate(node: Any, output: Output, edge: Edge) -> Captured:
-    dim = _integer(node._saved_dim)
-    return (lambda *tensors: torch.cat(tensors, dim)), tuple(edge(i) for i in range(len(node.next_functions)))
+def _joined(name: str, function: Callable[..., Tensor]) -> None:
+    @_rule(name)
+    def capture(node: Any, output: Output, edge: Edge) -> Captured:
+        dim = _integer(node._saved_dim)
+        return (lambda *x: function(x, dim)), tuple(edge(i) for i in range(len(node.next_functions)))
+
+
+_joined("CatBackward0", torch.cat)
+_joined("StackBackward0", torch.stack)
 
 
 @_rule("ToCopyBackward0", elementwise=True)
@@ -138,6 +164,18 @@ def _cast(node: Any, output: Output, edge: Edge) -> Captured:
 @_rule("EmbeddingBackward0")
 def _embedding(node: Any, output: Output, edge: Edge) -> Captured:
     return F.embedding, (saved(node, "indices"), edge(0))
+
+
+@_rule("IndexBackward0")
+def _index(node: Any, output: Output, edge: Edge) -> Captured:
+    indices = [_record(raw) for raw in node._raw_saved_indices]  # None: the whole dimension
+    return (lambda x, *indices: aten.index(x, indices)), (edge(0), *indices)
+
+
+@_rule("SumBackward1", lambda node, operands: math.prod(shape_of(operands[0])))
+def _sum(node: Any, output: Output, edge: Edge) -> Captured:
+    dims = [_integer(d) for d in node._saved_dim]
+    return partial(torch.sum, dim=dims, keepdim=node._saved_keepdim, dtype=output.dtype), (edge(0),)
 
 
 # Norms
@@ -157,22 +195,23 @@ def _layer_norm_formula(
 @_rule("NativeLayerNormBackward0", 6, same_call=False)
 def _layer_norm(node: Any, output: Output, edge: Edge) -> Captured:
     _first_output(output)
-    mean = saved(node, "result1")
-    if _dtype(mean) in (torch.bfloat16, torch.float16):
-        raise Unavailable(
-            "layer_norm keeps its statistics in 16 bits here; pyckpt.convert(model) swaps in one that does not"
-        )
     return _layer_norm_formula, (
         saved(node, "input"),
         saved(node, "weight"),
         saved(node, "bias"),
-        mean,
-        saved(node, "result2"),
+        *_statistics(node),
     )
 
 
-def _dtype(record: Any) -> torch.dtype | None:
-    return record[0].dtype if type(record) is tuple else None
+def _statistics(node: Any) -> tuple[Any, Any]:
+    """Mean and rstd."""
+    mean, rstd = saved(node, "result1"), saved(node, "result2")
+    if type(mean) is tuple and mean[0].dtype in (torch.bfloat16, torch.float16):
+        raise Unavailable(
+            "{} keeps its statistics in 16 bits here; for some, pyckpt.convert swaps in one that does not",
+            node,
+        )
+    return mean, rstd
 
 
 def _first_output(output: Output) -> None:
@@ -200,8 +239,7 @@ def _group_norm(node: Any, output: Output, edge: Edge) -> Captured:
             return torch.native_group_norm(x, weight, bias, *sizes, node._saved_eps)[0]
 
         return function, (x, weight, bias)
-    statistics = saved(node, "result1"), saved(node, "result2")
-    return partial(_group_norm_formula, sizes), (x, weight, bias, *statistics)
+    return partial(_group_norm_formula, sizes), (x, weight, bias, *_statistics(node))
 
 
 def _group_norm_formula(
@@ -298,27 +336,14 @@ _view(
 _view("UnbindBackward0", lambda node, output: lambda x: x.unbind(_integer(node._saved_dim))[output.number])
 
 OWN_OUTPUT.update(
-    dict.fromkeys(
-        (
-            *(
-                "SigmoidBackward0",
-                "TanhBackward0",
-                "ReluBackward0",
-                "ExpBackward0",
-                "Expm1Backward0",
-                "SqrtBackward0",
-            ),
-            *(
-                "RsqrtBackward0",
-                "ReciprocalBackward0",
-                "SoftmaxBackward0",
-                "SafeSoftmaxBackward0",
-                "LogSoftmaxBackward0",
-                "PowBackward1",
-            ),
-        ),
-        "result",
-    ),
+    {
+        f"{name}Backward0": "result"
+        for name in (
+            *("Sigmoid", "Tanh", "Relu", "Exp", "Expm1", "Sqrt", "Rsqrt", "Reciprocal"),
+            *("Softmax", "SafeSoftmax", "LogSoftmax"),
+        )
+    },
+    PowBackward1="result",
     ScaledDotProductFlashAttentionForCpuBackward0="output",
     ScaledDotProductFlashAttentionBackward0="output",
     ScaledDotProductEfficientAttentionBackward0="output",

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 from _conversion import FUSED, Widened, assert_equivalent, run
-from _models import TIMM, TORCHVISION, TRANSFORMERS, images_model, transformers_model
+from _models import IMAGE_MODELS, TRANSFORMERS, image_model, transformers_model
 
 import pyckpt
 
@@ -60,7 +60,7 @@ EXPECTED = {
     "gpt2": ({"GELU": 2, "LayerNorm": 5, "Dropout": 7}, set()),
     "gpt_neox": ({"GELU": 2, "LayerNorm": 5, "Dropout": 5}, set()),
     "opt": ({"ReLU": 2, "LayerNorm": 5}, set()),
-    "falcon": ({"GELU": 2, "LayerNorm": 3, "Dropout": 2}, set()),
+    "falcon": ({"GELU": 2, "LayerNorm": 5, "Dropout": 2}, set()),
     "llama": LLAMA,
     "mistral": LLAMA,
     "qwen3": ({"SiLU": 2, "ConvertedNorm": 9}, set()),
@@ -68,18 +68,29 @@ EXPECTED = {
     "phi3": ({"SiLU": 2, "ConvertedNorm": 5, "Dropout": 4}, set()),
     "mixtral": ({"SiLU": 2, "ConvertedNorm": 5}, set()),
     "t5": ({"ReLU": 4, "ConvertedNorm": 12, "Dropout": 16}, set()),
-    "whisper": ({"GELU": 2, "LayerNorm": 7}, set()),
+    "whisper": ({"GELU": 4, "LayerNorm": 12}, set()),
     "clip": ({"LayerNorm": 11}, {"QuickGELUActivation"}),
     "vit": ({"GELU": 2, "LayerNorm": 5, "Dropout": 3}, {"Tanh"}),
     "dinov2": ({"GELU": 2, "LayerNorm": 5, "Dropout": 1}, set()),
     "swin": ({"GELU": 2, "LayerNorm": 7, "Dropout": 3}, {"SwinDropPath"}),
     "convnext": ({"GELU": 2, "LayerNorm": 3, "ConvertedLayerNorm": 2}, set()),
     "segformer": ({"GELU": 2, "LayerNorm": 9, "Dropout": 4}, {"SegformerDropPath"}),
+    "timm/vit": ({"Dropout": 26, "LayerNorm": 13, "GELU": 6}, set()),
+    "timm/convnext": ({"ConvertedLayerNorm": 5, "LayerNorm": 9, "GELU": 9, "Dropout": 19}, set()),
+    "timm/swin": ({"LayerNorm": 7, "Dropout": 9, "Softmax": 2, "GELU": 2}, {"DropPath"}),
+    "timm/mixer": ({"LayerNorm": 5, "GELU": 4, "Dropout": 9}, set()),
+    "timm/efficientnet": ({"SiLU": 11}, {"Sigmoid", "BatchNormAct2d"}),
+    "timm/efficientnet_ln": ({"SiLU": 11}, {"Sigmoid", "LayerNormAct2d"}),
+    "timm/resnet": ({"ReLU": 12}, {"BatchNorm2d"}),
+    "torchvision/vit": ({"Dropout": 7, "LayerNorm": 5, "GELU": 2}, set()),
+    "torchvision/convnext": ({"ConvertedLayerNorm": 3, "LayerNorm": 2, "GELU": 2}, set()),
+    "torchvision/swin": ({"LayerNorm": 7, "GELU": 2, "Dropout": 4}, set()),
+    "torchvision/resnet": ({"ReLU": 5}, {"BatchNorm2d"}),
 }
 
 
 def outputs_and_gradients(model, inputs):
-    output = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    output = model(**inputs)
     output = output if isinstance(output, torch.Tensor) else output[0]
     weights = torch.linspace(0, 9, output.numel(), dtype=torch.float64).cos().reshape(output.shape)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -126,13 +137,12 @@ def test_transformers(name):
 
 
 @pytest.mark.parametrize(
-    ("library", "name"), [("timm", n) for n in TIMM] + [("torchvision", n) for n in TORCHVISION]
+    ("library", "name"), [(library, name) for library, models in IMAGE_MODELS.items() for name in models]
 )
 def test_image_models(library, name):
     reason = f"{library} does not import: torchvision fits one version of torch only"
-    module = pytest.importorskip(library, reason=reason, exc_type=ImportError)
-    make, swapped, left = {"timm": TIMM, "torchvision": TORCHVISION}[library][name]
-    assert_converted(*images_model(module, make), swapped, left)
+    pytest.importorskip(library, reason=reason, exc_type=ImportError)
+    assert_converted(*image_model(library, name), *EXPECTED[f"{library}/{name}"])
 
 
 @pytest.mark.slow
@@ -180,20 +190,21 @@ def test_every_norm_class_of_transformers():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_is_no_worse_than_before(dtype):
-    """Llama, Gemma and T5 in 16 bits: as near to exact arithmetic as the originals."""
+    """Llama, Gemma and T5 in 16 bits: as near to exact arithmetic as the originals. Over several draws, for one alone decides
+    by rounding."""
     pytest.importorskip("transformers")
     for name in ("llama", "gemma3_text", "t5"):
-        model, inputs = transformers_model(name)
-        with Widened():
-            exact = outputs_and_gradients(model, inputs)
-        original = copy.deepcopy(model).to(dtype)
-        converted = pyckpt.convert(copy.deepcopy(original))
-        errors = []
-        for one in (converted, original):
-            got = outputs_and_gradients(one, inputs)
-            assert all(t.dtype == dtype for t in got)
-            errors.append(
-                [float((a - b).norm() / (b.norm() + 1e-30)) for a, b in zip(got, exact, strict=True)]
-            )
-        ours, theirs = (sum(e) / len(e) for e in errors)
-        assert ours <= 1.1 * theirs, (name, ours, theirs)
+        ours, theirs = [], []
+        for draw in range(4):
+            model, inputs = transformers_model(name, draw)
+            with Widened():
+                exact = outputs_and_gradients(model, inputs)
+            original = copy.deepcopy(model).to(dtype)
+            converted = pyckpt.convert(copy.deepcopy(original))
+            for one, errors in ((converted, ours), (original, theirs)):
+                got = outputs_and_gradients(one, inputs)
+                assert all(t.dtype == dtype for t in got)
+                errors += [
+                    float((a - b).norm() / (b.norm() + 1e-30)) for a, b in zip(got, exact, strict=True)
+                ]
+        assert sum(ours) <= 1.1 * sum(theirs), (name, sum(ours), sum(theirs))
