@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._records import shape_of
 from .rules import (
     OWN_OUTPUT,
     RULES,
@@ -32,10 +31,11 @@ from .rules import (
 )
 
 aten = torch.ops.aten
+#: Function and operands.
 Captured = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 
-def _rule(name: str, flops: int | Flops = 1, **options: Any) -> Callable[[Capture], Capture]:
+def rule(name: str, flops: int | Flops = 1, **options: Any) -> Callable[[Capture], Capture]:
     """Registers a rule; `flops` as a number is that of an element of the output."""
     count = flops if callable(flops) else lambda node, operands: flops * elements(node)
 
@@ -54,7 +54,7 @@ def _integer(value: int) -> int:
 def _unary(name: str, function: Callable[..., Tensor], *options: str, flops: int = 1) -> None:
     """The node keeps `self`, and the other arguments under the names `options`."""
 
-    @_rule(name, flops, elementwise=True)
+    @rule(name, flops, elementwise=True)
     def capture(node: Any, output: Output, edge: Edge) -> Captured:
         arguments = {option: getattr(node, "_saved_" + option) for option in options}
         return (partial(function, **arguments) if arguments else function), (saved(node, "self"),)
@@ -83,7 +83,7 @@ _unary("Log1PBackward0", torch.log1p, flops=15)
 _unary("PowBackward0", torch.pow, "exponent")
 
 
-@_rule("GluBackward0", 12)
+@rule("GluBackward0", 12)
 def _glu(node: Any, output: Output, edge: Edge) -> Captured:
     return partial(F.glu, dim=_integer(node._saved_dim)), (saved(node, "self"),)
 
@@ -96,7 +96,7 @@ _unary(
 )
 
 
-@_rule("PreluKernelBackward0")
+@rule("PreluKernelBackward0")
 def _prelu(node: Any, output: Output, edge: Edge) -> Captured:
     return torch._prelu_kernel, (saved(node, "self"), saved(node, "weight"))
 
@@ -104,14 +104,14 @@ def _prelu(node: Any, output: Output, edge: Edge) -> Captured:
 def _binary(name: str, function: Callable[..., Tensor]) -> None:
     """The node keeps each operand that the other's gradient needs; one that it does not keep may be had from its producer."""
 
-    @_rule(name, elementwise=True)
+    @rule(name, elementwise=True)
     def capture(node: Any, output: Output, edge: Edge) -> Captured:
         first, second = saved(node, "self"), saved(node, "other")
         return function, (edge(0) if first is None else first, edge(1) if second is None else second)
 
 
 def _by_number(name: str, function: Callable[..., Tensor]) -> None:
-    @_rule(name, elementwise=True)
+    @rule(name, elementwise=True)
     def capture(node: Any, output: Output, edge: Edge) -> Captured:
         return function, (edge(0), node._saved_other)
 
@@ -128,25 +128,25 @@ _binary("MaximumBackward0", torch.maximum)
 # it ends the search.
 
 
-@_rule("AddBackward0", elementwise=True)
+@rule("AddBackward0", elementwise=True)
 def _add(node: Any, output: Output, edge: Edge) -> Captured:
     second = edge(1)
     return partial(torch.add, alpha=node._saved_alpha), (edge(0), second)
 
 
-@_rule("SubBackward0", elementwise=True)
+@rule("SubBackward0", elementwise=True)
 def _subtract(node: Any, output: Output, edge: Edge) -> Captured:
     second = edge(1)
     return partial(torch.sub, alpha=node._saved_alpha), (edge(0), second)
 
 
-@_rule("NegBackward0", elementwise=True)
+@rule("NegBackward0", elementwise=True)
 def _negate(node: Any, output: Output, edge: Edge) -> Captured:
     return torch.neg, (edge(0),)
 
 
 def _joined(name: str, function: Callable[..., Tensor]) -> None:
-    @_rule(name)
+    @rule(name)
     def capture(node: Any, output: Output, edge: Edge) -> Captured:
         dim = _integer(node._saved_dim)
         return (lambda *x: function(x, dim)), tuple(edge(i) for i in range(len(node.next_functions)))
@@ -156,23 +156,23 @@ _joined("CatBackward0", torch.cat)
 _joined("StackBackward0", torch.stack)
 
 
-@_rule("ToCopyBackward0", elementwise=True)
+@rule("ToCopyBackward0", elementwise=True)
 def _cast(node: Any, output: Output, edge: Edge) -> Captured:
     return partial(Tensor.to, device=output.device, dtype=output.dtype), (edge(0),)
 
 
-@_rule("EmbeddingBackward0")
+@rule("EmbeddingBackward0")
 def _embedding(node: Any, output: Output, edge: Edge) -> Captured:
     return F.embedding, (saved(node, "indices"), edge(0))
 
 
-@_rule("IndexBackward0")
+@rule("IndexBackward0")
 def _index(node: Any, output: Output, edge: Edge) -> Captured:
     indices = [_record(raw) for raw in node._raw_saved_indices]  # None: the whole dimension
     return (lambda x, *indices: aten.index(x, indices)), (edge(0), *indices)
 
 
-@_rule("SumBackward1", lambda node, operands: math.prod(shape_of(operands[0])))
+@rule("SumBackward1", lambda node, operands: math.prod(shape_of(operands[0])))
 def _sum(node: Any, output: Output, edge: Edge) -> Captured:
     dims = [_integer(d) for d in node._saved_dim]
     return partial(torch.sum, dim=dims, keepdim=node._saved_keepdim, dtype=output.dtype), (edge(0),)
@@ -192,7 +192,7 @@ def _layer_norm_formula(
     return y.to(x.dtype)
 
 
-@_rule("NativeLayerNormBackward0", 6, same_call=False)
+@rule("NativeLayerNormBackward0", 6, same_call=False)
 def _layer_norm(node: Any, output: Output, edge: Edge) -> Captured:
     _first_output(output)
     return _layer_norm_formula, (
@@ -228,7 +228,7 @@ def _affine(node: Any, edge: Edge) -> tuple[Any, Any]:
     return weight, edge(2) if has_bias else None
 
 
-@_rule("NativeGroupNormBackward0", 8, same_call=False)
+@rule("NativeGroupNormBackward0", 8, same_call=False)
 def _group_norm(node: Any, output: Output, edge: Edge) -> Captured:
     _first_output(output)
     x, (weight, bias) = saved(node, "input"), _affine(node, edge)
@@ -256,7 +256,7 @@ def _group_norm_formula(
     return torch.addcmul(shift.view(shape), x, scale.view(shape)).to(x.dtype)
 
 
-@_rule("NativeBatchNormBackward0", 8, unsure=lambda node: not node._saved_training)
+@rule("NativeBatchNormBackward0", 8, unsure=lambda node: not node._saved_training)
 def _batch_norm(node: Any, output: Output, edge: Edge) -> Captured:
     _first_output(output)
     eps = node._saved_eps
@@ -284,7 +284,7 @@ def _batch_norm(node: Any, output: Output, edge: Edge) -> Captured:
 
 
 def _view(name: str, function: Callable[[Any, Output], Callable[[Tensor], Tensor]]) -> None:
-    @_rule(name, 0, view=True)
+    @rule(name, 0, view=True)
     def capture(node: Any, output: Output, edge: Edge) -> Captured:
         return function(node, output), (edge(0),)
 
@@ -349,61 +349,3 @@ OWN_OUTPUT.update(
     ScaledDotProductEfficientAttentionBackward0="output",
     ScaledDotProductCudnnAttentionBackward0="output",
 )
-
-
-# Matrix products: for policies that ask for them
-
-
-def _product(node: Any, operands: tuple[Any, ...]) -> int:
-    """2 m n k: the elements of the output, times the common dimension of the two factors, the last two operands."""
-    return 2 * elements(node) * shape_of(operands[-2])[-1]
-
-
-@_rule("MmBackward0", _product, matrix=True)
-def _mm(node: Any, output: Output, edge: Edge) -> Captured:
-    return torch.mm, _factors(node, edge, "self", "mat2", 0)
-
-
-@_rule("BmmBackward0", _product, matrix=True)
-def _bmm(node: Any, output: Output, edge: Edge) -> Captured:
-    return torch.bmm, _factors(node, edge, "self", "mat2", 0)
-
-
-@_rule("AddmmBackward0", _product, matrix=True)
-def _addmm(node: Any, output: Output, edge: Edge) -> Captured:
-    function = partial(torch.addmm, alpha=node._saved_alpha, beta=node._saved_beta)
-    return function, (edge(0), *_factors(node, edge, "mat1", "mat2", 1))
-
-
-@_rule("BaddbmmBackward0", _product, matrix=True)
-def _baddbmm(node: Any, output: Output, edge: Edge) -> Captured:
-    function = partial(torch.baddbmm, alpha=node._saved_alpha, beta=node._saved_beta)
-    return function, (edge(0), *_factors(node, edge, "batch1", "batch2", 1))
-
-
-def _factors(node: Any, edge: Edge, first: str, second: str, index: int) -> tuple[Any, Any]:
-    """The node keeps each factor that the other's gradient needs."""
-    a, b = saved(node, first), saved(node, second)
-    return edge(index) if a is None else a, edge(index + 1) if b is None else b
-
-
-def _convolution_flops(node: Any, operands: tuple[Any, ...]) -> int:
-    x, weight = shape_of(operands[0]), shape_of(operands[1])
-    return 2 * (math.prod(x) if node._saved_transposed else elements(node)) * math.prod(weight[1:])
-
-
-@_rule("ConvolutionBackward0", _convolution_flops, matrix=True)
-def _convolution(node: Any, output: Output, edge: Edge) -> Captured:
-    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-    options = [getattr(node, "_saved_" + name) for name in names]
-    x, weight = saved(node, "input"), saved(node, "weight")
-    bias = None
-    if node._saved_bias_sym_sizes_opt is not None:
-        if node.next_functions[2][0] is None:
-            raise Unavailable("its frozen bias is kept nowhere")
-        bias = edge(2)
-
-    def function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.convolution(x, weight, bias, *options)
-
-    return function, (edge(0) if x is None else x, edge(1) if weight is None else weight, bias)

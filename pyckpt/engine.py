@@ -22,13 +22,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import backends
+from . import _rules_matrix, _rules_torch, backends  # noqa: F401  # their rules
 from ._checks import check_sharding, is_up_to_date, rebuilds_the_bits, warn_once
 from ._records import Leaf, Outer, Recipe, RecomputeError, Source, is_freed, known_leaves, regions, unpack
-from ._rules_torch import OWN_OUTPUT
 from ._support import may_save_its_output, steps_aside, warn_of_compile
 from .ops._registry import is_sharded
-from .rules import Output, Unavailable, is_users, rule_of, saved
+from .rules import OWN_OUTPUT, Output, Unavailable, is_users, rule_of, saved
 
 __all__ = ["Policy", "RecomputeError", "recompute"]
 

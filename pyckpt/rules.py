@@ -5,7 +5,7 @@ saved, outputs of the nodes before it, or constants. PyTorch's nodes keep what t
 (``_saved_*``) that are not documented and differ between versions; :func:`saved` reads them without unpacking, which in forward
 would rebuild and hold what was meant to be let go.
 
-Rules for PyTorch's nodes are in _rules_torch.py. For an autograd Function of your own::
+Rules for PyTorch's nodes are in _rules_torch.py and _rules_matrix.py. For an autograd Function of your own::
 
     @pyckpt.register_rule(MyFunction)
     def rebuild(ctx, *saved):        # ctx as in backward, saved as ctx.saved_tensors
