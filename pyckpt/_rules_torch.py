@@ -1,7 +1,7 @@
 """Recompute rules for PyTorch's own nodes.
 
-Each repeats the call that made the output, with what the node keeps (derivatives.yaml of PyTorch says what that is). The one that
-cannot is layer_norm, whose node keeps no eps: its formula is written out, and its bits checked at first use.
+Each repeats the call that made the output, with what the node keeps (derivatives.yaml of PyTorch says what that is). Those that
+cannot are layer_norm and group_norm, whose nodes keep no eps: their formulas are written out, and the bits checked at first use.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._records import shape_of
 from .rules import (
     OWN_OUTPUT,
     RULES,
