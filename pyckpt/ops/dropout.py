@@ -126,7 +126,7 @@ def _cpu_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     if x.dim() and x.stride(-1) != 1 and not x.is_contiguous():
         # Masks count elements in logical order, in which these lie far apart: torch's copies into contiguous memory go by tiles.
         y = torch.empty_like(x)
-        order = sorted(range(x.dim()), key=lambda d: -y.stride(d))
+        order = sorted(range(x.dim()), key=lambda d: -y.stride()[d])
         y.permute(order).copy_(_cpu_dropout(x.contiguous(), seed, p).permute(order))
         return y
     y = torch.empty_like(x)
