@@ -66,8 +66,8 @@ class Region:
         start = torch._C._autograd._get_sequence_nr()
         self.versions = {key: (leaf._version, start) for key, leaf in known_leaves()}
         # PyTorch calls the topmost pair of hooks only, so the region calls the pair below it; but not another region's.
-        below = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self.below = regions.stack[-1][1].below if below is not None and below[1] is unpack else below
+        below: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self.below = below[0].__self__.below if below is not None and below[1] is unpack else below
         self.hooks = saved_tensors_hooks(self.pack, unpack)
 
     def pack(self, tensor: Tensor) -> Any:
