@@ -232,7 +232,7 @@ class _Counter:
 
     def before(self, tensor: Tensor) -> Tensor:
         self.row().before += self.new_bytes(tensor)
-        return tensor
+        return tensor.detach()  # an output in its own node's keeping would be a cycle, and stay alive
 
     def after(self, tensor: Tensor, reason: str) -> None:
         row = self.row()
