@@ -4,6 +4,7 @@ A record is one of
 
 - ``(tensor, version)``: kept. PyTorch does not check versions of tensors that pass through hooks, so we do;
 - :class:`Recipe`: rebuilt by a :class:`Source`, from the records of what the producing node itself saved;
+- :class:`Leaf`: a parameter or input that the producing node read without saving it; only sources hold these;
 - :class:`Outer`: kept by the saved-tensor hooks below ours (a checkpoint, an offloader), which PyTorch would not call.
 
 References point upstream only, from a saver to the source and from there to the producer's records. Nothing points back, so a
@@ -69,13 +70,11 @@ class Source:
         Source.known[self.key] = weakref.ref(self)
         self.readers = 0  # other sources
         self.chain = 1  # of sources, each read by the next
-        self.readable = (
-            True  # in forward: no operand is held by the hooks below, which must not be asked before backward
-        )
+        # Readable in forward: no operand is held by the hooks below, which must not be asked before backward.
+        self.readable = True
         self.reads_leaf = False
-        self.unsure = rule.unsure is not None and rule.unsure(
-            node
-        )  # may read what has changed since the forward read it
+        # Whether it may read what has changed since the forward read it.
+        self.unsure = rule.unsure is not None and rule.unsure(node)
         for record in operands:
             kind = type(record)
             if kind is Recipe:
@@ -209,9 +208,8 @@ class Leaf:
     def __init__(self, tensor: Tensor, as_read: bool):
         self.tensor = tensor
         self.version = tensor._version
-        self.storage = (
-            tensor.untyped_storage()._cdata
-        )  # FSDP's come and go under the same; assigning .data brings another
+        # The bytes of FSDP's parameters come and go in one storage; assigning .data brings another.
+        self.storage = tensor.untyped_storage()._cdata
         self.as_read = as_read  # whether it is known to be as that node saw it
         key = id(tensor)
         if key not in _leaves:

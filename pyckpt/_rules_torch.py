@@ -27,7 +27,6 @@ from .rules import (
     Unavailable,
     _record,
     elements,
-    needed,
     saved,
 )
 
@@ -268,9 +267,9 @@ def _batch_norm(node: Any, output: Output, edge: Edge) -> Captured:
             return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
 
         return function, (x, weight, bias)
-    statistics = [needed(saved(node, name), "its statistics") for name in ("running_mean", "running_var")]
+    statistics = saved(node, "running_mean"), saved(node, "running_var")
     if any(type(record) is not tuple for record in statistics):
-        raise Unavailable("its running statistics are held by other hooks")
+        raise Unavailable("its running statistics are not kept, or held by other hooks")
     # Copies, of one number a channel: training moves these buffers without counting a new version. It may have done so already,
     # which is why such an output is compared each time.
     mean, variance = (record[0].clone() for record in statistics)

@@ -13,36 +13,13 @@ from ._checks import warn_once
 TESTED = ("2.13", "2.14")
 
 # Names that PyTorch's nodes keep inputs under; whatever else they keep may be their own output.
-_INPUTS = frozenset(
-    (
-        *(
-            "self",
-            "other",
-            "input",
-            "weight",
-            "bias",
-            "mat1",
-            "mat2",
-            "batch1",
-            "batch2",
-            "tensor1",
-            "tensor2",
-        ),
-        *(
-            "query",
-            "key",
-            "value",
-            "attn_mask",
-            "exponent",
-            "condition",
-            "mask",
-            "indices",
-            "index",
-            "target",
-        ),
-        *("running_mean", "running_var", "src", "vec", "source", "grad_output"),
-    )
-)
+# fmt: off
+_INPUTS = frozenset({
+    "self", "other", "input", "weight", "bias", "mat1", "mat2", "batch1", "batch2", "tensor1",
+    "tensor2", "query", "key", "value", "attn_mask", "exponent", "condition", "mask", "indices", "index",
+    "target", "running_mean", "running_var", "src", "vec", "source", "grad_output",
+})
+# fmt: on
 
 
 @functools.cache

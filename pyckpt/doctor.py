@@ -82,7 +82,7 @@ CASES = (
 class Result:
     """One op, dtype and backend. Errors are fractions of what is allowed.
 
-    ``recomputed``: the output was rebuilt bit for bit; None: what the op keeps for backward does not suffice for that.
+    ``recomputed``: the output was rebuilt bit for bit from what the op keeps for backward; None: it failed before.
     """
 
     op: str

@@ -117,21 +117,14 @@ def _record(raw: Any) -> Any:
     value = raw.data
     if value is None:
         return None
-    if (
-        isinstance(value, Tensor) and value.dim() == 0
-    ):  # a Python number, which passes no hooks, or a tensor from outside
+    if isinstance(value, Tensor) and value.dim() == 0:
+        # A Python number, which passes no hooks, or a tensor from outside.
         try:
             return raw.unpack(), value._version
         except RuntimeError:
             raise Unavailable("what it reads has changed since") from None
     # Packed by others, who may hand it out only once; or before the region began.
     raise Unavailable("its producer ran outside the region, or under hooks of its own")
-
-
-def needed(record: Any, what: str) -> Any:
-    if record is None:
-        raise Unavailable(f"its producer does not keep {what}")
-    return record
 
 
 def elements(node: Any) -> int:
@@ -196,7 +189,6 @@ def _register_ours(function: Any, flops: int, **options: Any) -> None:
         function,
         function.recompute,
         flops=lambda node, operands: flops * elements(node),
-        same_call=True,
         **options,
     )
 
