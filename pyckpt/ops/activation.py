@@ -219,7 +219,7 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
     """
     if inplace or lowered(input):
         return by_torch(dtype_problem("relu", input), F.relu, input, inplace=inplace)
-    # In 32 bits both are copies, whatever the size. The bits are the same, so that a region, where ours may keep less, can choose.
+    # In 32 bits both are copies, whatever the size. The bits are the same, so a region, where ours may keep less, can choose.
     if not regions.stack and small(input, 2**17 if input.dtype.itemsize == 2 else sys.maxsize):
         return F.relu(input)
     return _apply(input, _RELU)
