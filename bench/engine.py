@@ -12,8 +12,8 @@ In turn, in one run, for each precision:
     liger           Liger's LayerNorm, where it runs
 
 Before anything is timed the gradients of the input and of every parameter are checked: "engine" and "checkpoint"
-must give eager's bits, "pyckpt" at each level those of "converted", and every way must be as near to float64 as eager, in the norm
-of each gradient.
+must give eager's bits, "pyckpt" at each level those of "converted", and every way must be as near to float64 as eager, in
+the norm of each gradient.
 
 Bytes kept are the allocator's, between forward and backward, in sbh a layer: bytes / (sequence x batch x hidden x
 layers) for elements of 2 bytes. No loss is computed: the gradient of the output is given, so that nothing but the
@@ -42,7 +42,8 @@ from ._stack import PRECISIONS, WAYS, Sizes, Stack, Way, at_budget, build
 
 #: Whose bits a way must give.
 _SAME_BITS = {
-    **{"engine": "eager", "checkpoint": "eager"},
+    "engine": "eager",
+    "checkpoint": "eager",
     **{way: "converted" for way in WAYS if way.startswith("pyckpt")},
 }
 _SIZES = Sizes()

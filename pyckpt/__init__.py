@@ -1,6 +1,7 @@
 """Fused PyTorch layers that recompute cheap activations inside backward instead of storing them."""
 
-from . import backends, functional, memory, nn
+from . import backends, checkpointing, functional, memory, nn
+from .checkpointing import checkpoint, checkpoint_sequential, checkpoint_wrapper
 from .conversion import convert, report, revert
 from .engine import RecomputeError, recompute
 from .explanation import explain
@@ -14,6 +15,10 @@ __all__ = [
     "__version__",
     "assert_saved_bytes",
     "backends",
+    "checkpoint",
+    "checkpoint_sequential",
+    "checkpoint_wrapper",
+    "checkpointing",
     "convert",
     "explain",
     "functional",
