@@ -1,7 +1,7 @@
 """Fused PyTorch layers that recompute cheap activations inside backward instead of storing them."""
 
 from . import backends, checkpointing, functional, memory, nn
-from .checkpointing import checkpoint, checkpoint_sequential, checkpoint_wrapper
+from .checkpointing import checkpoint, checkpoint_sequential, checkpoint_wrapper, plan
 from .conversion import convert, report, revert
 from .engine import RecomputeError, recompute
 from .explanation import explain
@@ -24,6 +24,7 @@ __all__ = [
     "functional",
     "memory",
     "nn",
+    "plan",
     "recompute",
     "register_rule",
     "report",

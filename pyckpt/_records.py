@@ -54,8 +54,8 @@ class Source:
             "key",
             "node",
             "operands",
+            "outer",
             "products",
-            "readable",
             "readers",
         ),
         *("reads_leaf", "rule", "saved", "shape", "stream", "stride", "unsure", "value", "waiting"),
@@ -84,8 +84,8 @@ class Source:
         Source.known[self.key] = weakref.ref(self)
         self.readers = 0  # other sources
         self.chain = 1  # of sources, each read by the next
-        # Readable in forward: no operand is held by the hooks below, which must not be asked before backward.
-        self.readable = True
+        # Unpack functions of the hooks that hold operands (an Outer's), which must not be asked before backward.
+        self.outer: frozenset[Any] = frozenset()
         self.reads_leaf = False
         # Whether it may read what has changed since the forward read it.
         self.unsure = rule.unsure is not None and rule.unsure(node)
@@ -99,12 +99,13 @@ class Source:
                 if source.products:
                     self.products |= source.products
                 self.chain = max(self.chain, source.chain + 1)
-                self.readable = self.readable and source.readable
+                if source.outer:
+                    self.outer |= source.outer
                 if not source.saved:  # else it has been checked itself
                     self.reads_leaf = self.reads_leaf or source.reads_leaf
                     self.unsure = self.unsure or source.unsure
             elif kind is Outer:
-                self.readable = False
+                self.outer |= {record.unpack}
             elif kind is Leaf:
                 self.reads_leaf = True
                 self.unsure = self.unsure or not record.as_read

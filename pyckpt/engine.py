@@ -212,7 +212,10 @@ class Region:
     def _check(self, source: Source, whole: Tensor) -> None:
         """Raises Unavailable unless recipes of this kind are known, or now seen, to give the bits of the original."""
         rule = source.rule
-        if self.below is not None and not source.readable:
+        if source.outer:
+            if self.below is None or source.outer != {self.below[1]}:
+                # Of a checkpoint that has ended, say: to rebuild from it would replay it early, beside the one under way.
+                raise Unavailable("{} ran under other saved-tensor hooks", source.node)
             # The choice has to be the same when a checkpoint replays this forward, whatever was learnt in between.
             if not rule.same_call or source.reads_leaf:
                 raise Unavailable("{} cannot be checked under other saved-tensor hooks", source.node)

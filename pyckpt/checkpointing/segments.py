@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .. import memory
@@ -83,16 +84,17 @@ def _checkpoint(
     return result
 
 
-class _Checkpointed:
-    """First base of the classes of wrapped modules; the second is the module's own class, under whose name they go."""
+class _Wrapped:
+    """First base of the classes of wrapped modules; the last is the module's own class, under whose name they go."""
 
     _pyckpt_own: type[nn.Module]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inner = self._pyckpt_own.forward.__get__(self)
-        if not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
-        return checkpoint(inner, *args, **kwargs)
+        return self.around(inner, *args, **kwargs) if torch.is_grad_enabled() else inner(*args, **kwargs)
+
+    def around(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # copy and pickle find the class by the own one.
@@ -100,14 +102,59 @@ class _Checkpointed:
         made.__dict__ = self.__dict__
         reduced: Any = made.__reduce_ex__(protocol)
         function, arguments, *rest = reduced
-        return _again, (function, *arguments), *rest
+        kind = next(kind for kind in _KINDS if isinstance(self, kind))
+        return _again, (_KINDS.index(kind), function, *arguments), *rest
 
 
-_classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
+class _Checkpointed(_Wrapped):
+    def around(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(inner, *args, **kwargs)
 
 
-def _again(function: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
-    return checkpoint_wrapper(function(*arguments))
+class Offloaded(_Wrapped):
+    """Keeps on the host what the engine cannot rebuild."""
+
+    def around(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return offload(inner, *args, **kwargs)
+
+
+class Segmented(_Wrapped):
+    """Of ``nn.Sequential``: `_pyckpt_segments` maps the number of a segment's first block to its length."""
+
+    _pyckpt_segments: dict[int, int]
+
+    def around(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        chain: list[Any] = list(self._modules.values())  # type: ignore[attr-defined]
+        (x,) = args
+        start = 0
+        while start < len(chain):
+            length = self._pyckpt_segments.get(start, 0)
+            part = chain[start : start + max(length, 1)]
+            x = segment(part, x) if length else _run(part, x)
+            start += max(length, 1)
+        return x
+
+
+_KINDS = (_Checkpointed, Offloaded, Segmented)
+_classes: dict[type, weakref.WeakKeyDictionary[type, type]] = {
+    kind: weakref.WeakKeyDictionary() for kind in _KINDS
+}
+
+
+def _again(kind: int, function: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
+    return wrap(function(*arguments), _KINDS[kind])
+
+
+def wrap(module: ModuleT, kind: type[_Wrapped]) -> ModuleT:
+    """Give the module a class of this kind, a subclass of its own."""
+    own: Any = type(module)
+    made = _classes[kind].get(own)
+    if made is None:
+        names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
+        made = type(own)(own.__name__, (kind, own), {"_pyckpt_own": own, **names})
+        _classes[kind][own] = made
+    module.__class__ = made
+    return module
 
 
 def checkpoint_wrapper(module: ModuleT) -> ModuleT:
@@ -121,30 +168,20 @@ def checkpoint_wrapper(module: ModuleT) -> ModuleT:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"checkpoint_wrapper: expected a torch.nn.Module, got {type(module).__name__}")
-    if isinstance(module, _Checkpointed):
+    if isinstance(module, _Wrapped):
         return module
     if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
             f"checkpoint_wrapper: the forward of this {type(module).__name__} is not its class's; call "
             "pyckpt.checkpoint(module, ...) where it is used instead"
         )
-    own: Any = type(module)
-    made = _classes.get(own)
-    if made is None:
-        names = {
-            "_pyckpt_own": own,
-            "__module__": own.__module__,
-            "__qualname__": own.__qualname__,
-            "__doc__": own.__doc__,
-        }
-        made = _classes[own] = type(own)(own.__name__, (_Checkpointed, own), names)
-    module.__class__ = made
-    return module
+    return wrap(module, _Checkpointed)
 
 
 def unwrap(module: ModuleT) -> ModuleT:
     """Undo :func:`checkpoint_wrapper`; returns the module."""
-    if isinstance(module, _Checkpointed):
+    if isinstance(module, _Wrapped):
+        vars(module).pop("_pyckpt_segments", None)
         module.__class__ = module._pyckpt_own
     return module
 
@@ -190,8 +227,20 @@ def checkpoint_sequential(
             with _cheap_set():
                 x = _run(part, x, *rest, **kwargs)
         else:
-            x = _checkpoint(lambda *a, part=part, **k: _run(part, *a, **k), part, (x, *rest), kwargs)
+            x = segment(part, x, *rest, **kwargs)
     return x
+
+
+def segment(part: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
+    """Blocks in a row as one checkpoint."""
+    return _checkpoint(lambda *a, **k: _run(part, *a, **k), part, args, kwargs)
+
+
+def offload(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``fn(*args, **kwargs)`` with what the engine cannot rebuild kept on the host."""
+    device = next((t.device.type for t in memory._tensors([args, kwargs])), "cpu")
+    with save_on_cpu(pin_memory=device == "cuda"), _cheap_set():
+        return fn(*args, **kwargs)
 
 
 def _run(part: Sequence[Callable[..., Any]], x: Any, *rest: Any, **kwargs: Any) -> Any:
