@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,6 +41,9 @@ class _Regions(threading.local):
 
 
 regions = _Regions()
+
+#: Active monitors (monitoring.py).
+watchers: list[Any] = []
 
 
 class Source:
@@ -131,7 +135,12 @@ class Source:
             memo = {}
         elif self.key in memo:
             return memo[self.key]
-        value = _quietly(self.function, [self._operand(record, memo) for record in self.operands])
+        operands = [self._operand(record, memo) for record in self.operands]
+        start = time.perf_counter() if watchers else 0.0
+        value = _quietly(self.function, operands)
+        # Not of the first use's check, which is in forward.
+        for watcher in watchers if watchers and self.saved and _task_id() >= 0 else ():
+            watcher.rebuilt(self, value.nbytes, time.perf_counter() - start)
         stride = self.stride
         if stride is not None and value.stride() != stride:
             value = value.new_empty_strided(value.shape, stride).copy_(value)

@@ -25,7 +25,18 @@ from torch.utils.checkpoint import CheckpointPolicy
 from . import _rules_matrix, _rules_torch, backends  # noqa: F401  # their rules
 from ._checks import check_sharding, is_up_to_date, rebuilds_the_bits, warn_once
 from ._levels import LEVELS, check_products, hold, products_of, reads_of
-from ._records import Leaf, Outer, Recipe, RecomputeError, Source, is_freed, known_leaves, regions, unpack
+from ._records import (
+    Leaf,
+    Outer,
+    Recipe,
+    RecomputeError,
+    Source,
+    is_freed,
+    known_leaves,
+    regions,
+    unpack,
+    watchers,
+)
 from ._support import may_save_its_output, steps_aside, warn_of_compile
 from .ops._registry import is_sharded
 from .rules import OWN_OUTPUT, Output, Unavailable, is_users, rule_of, saved
@@ -107,6 +118,8 @@ class Region:
             return self.recipe(tensor, whole, node)
         except Unavailable:
             self.kept += 1
+            for watcher in watchers:
+                watcher.fell_back(tensor.nbytes)
             return None
 
     def keep(self, tensor: Tensor) -> Any:

@@ -2,14 +2,17 @@
 
 from .planning import BudgetError, Plan, Prediction, plan
 from .segments import checkpoint, checkpoint_sequential, checkpoint_wrapper, unwrap
+from .trials import TrialResult, trial
 
 __all__ = [
     "BudgetError",
     "Plan",
     "Prediction",
+    "TrialResult",
     "checkpoint",
     "checkpoint_sequential",
     "checkpoint_wrapper",
     "plan",
+    "trial",
     "unwrap",
 ]

@@ -72,14 +72,14 @@ class _Stub(Function):
     """In place of a block: gives what it gave, and keeps nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, y: Tensor, anchor: Tensor) -> Tensor:
         ctx.like = x.shape, x.dtype, x.device
         return y.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         shape, dtype, device = ctx.like
-        return torch.zeros(shape, dtype=dtype, device=device), None
+        return torch.zeros(shape, dtype=dtype, device=device), None, None
 
 
 @dataclass
@@ -206,6 +206,9 @@ class _StubModule(nn.Module):
         super().__init__()
         self.__dict__["_stands_for"] = block
         self.call, self.enter = call, enter
+        # What the block gives needs a gradient if its parameters do, whatever it is given.
+        trained = any(p.requires_grad for p in block.parameters())
+        self.anchor = torch.zeros((), requires_grad=trained)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -216,7 +219,7 @@ class _StubModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.enter()
         y = first_tensor(self.call.output)
-        return _with(self.call.output, y, _Stub.apply(first_tensor([args, kwargs]), y))
+        return _with(self.call.output, y, _Stub.apply(first_tensor([args, kwargs]), y, self.anchor))
 
 
 def rest_of(
