@@ -20,7 +20,7 @@ from .._levels import LEVELS
 from .._records import RecomputeError
 from ..explanation import _suspended, _undisturbed
 from ._blocks import Found, candidates, describe, observe
-from ._measure import Bench, Cost, _Ones, rest_of
+from ._measure import Bench, Cost, _Ones, few_objects, rest_of
 from ._solver import Chain, Option
 from .segments import Offloaded, Segmented, _Wrapped, checkpoint_wrapper, unwrap, wrap
 
@@ -235,6 +235,7 @@ def plan(
         ValueError: no repeated blocks were found, or an argument is none of those.
     """
     chosen_choices = _checked(choices, scope)
+    _bytes(budget, 1)
     where = next((p.device for p in model.parameters()), torch.device("cpu"))
     if on is not None and torch.device(on).type != where.type:
         raise ValueError(
@@ -249,7 +250,7 @@ def plan(
     run = lambda module: _scalar(module(*args, **kwargs), loss)  # noqa: E731
     with _undisturbed(model), _suspended():
         found, calls = observe(model, paths, lambda: model(*args, **kwargs))
-    with _undisturbed(model):
+    with _undisturbed(model), few_objects():
         rest = rest_of(model, [(b.module, calls[b.kind]) for b in found], run, where, rounds)
         parts = ("pointwise", "checkpoint") if "segment" in chosen_choices else ()  # of a segment's costs
         measured = tuple(c for c in dict.fromkeys(("none", *chosen_choices, *parts)) if c != "segment")
@@ -399,7 +400,7 @@ def _bytes(budget: int | float | str, eager: int) -> int:
             return int(float(match[1]) * units[match[2] or ""])
     elif isinstance(budget, float) and 0 < budget <= 1:
         return int(budget * eager)
-    elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and budget > 1:
+    elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and budget >= 1:
         return int(budget)
     raise ValueError(f"plan: budget must be bytes, a text as '8GiB', or a fraction in (0, 1]; got {budget!r}")
 
