@@ -68,13 +68,15 @@ def _allow(module: Any, name: str, tensor: Any, *, writable: bool, initialised: 
 
 
 @contextmanager
-def tensors(module: Any, *, inputs: Any = (), outputs: Any = ()) -> Iterator[None]:
-    """Within the context the module's kernels may read `inputs`, and write `outputs`, which have no values yet."""
+def tensors(module: Any, *, inputs: Any = (), outputs: Any = (), updated: Any = ()) -> Iterator[None]:
+    """Within the context kernels may read `inputs`, write `outputs`, which have no values yet, and do both to `updated`."""
     try:
         for i, tensor in enumerate(inputs):
             _allow(module, f"input {i}", tensor, writable=False, initialised=True)
         for i, tensor in enumerate(outputs):
             _allow(module, f"output {i}", tensor, writable=True, initialised=False)
+        for i, tensor in enumerate(updated):
+            _allow(module, f"tensor {i}", tensor, writable=True, initialised=True)
         yield
     finally:
         module.simt.forget()
@@ -91,13 +93,17 @@ class _Allocations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         empty = name.startswith(("empty", "new_empty"))
-        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        known = {
+            t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
         for tensor in tree_leaves(result):
             if not isinstance(tensor, torch.Tensor):
                 continue
             new = tensor.untyped_storage().data_ptr() not in known
             if new or func._schema.is_mutable:  # zero_() gives values; an input stays read-only
-                _allow(self.module, f"{name}{list(tensor.shape)}", tensor, writable=new, initialised=not empty)
+                _allow(
+                    self.module, f"{name}{list(tensor.shape)}", tensor, writable=new, initialised=not empty
+                )
         return result
 
 
