@@ -18,8 +18,9 @@ class ScaledSoftmax(nn.Module):
 
     def __init__(self, keep=None, bias=None, **options):
         super().__init__()
-        self.register_buffer("keep", keep)
-        self.bias = None if bias is None else nn.Parameter(bias.clone())
+        device = torch.get_default_device()
+        self.register_buffer("keep", None if keep is None else keep.to(device))
+        self.bias = None if bias is None else nn.Parameter(bias.clone().to(device))
         self.options = options
 
     def forward(self, x):

@@ -54,17 +54,22 @@ def _exact_norm(centred, count):
     return exact
 
 
+def seeded(random, shape, seed):
+    """The same numbers whichever device the test runs on."""
+    return random(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+
+
 def keep_mask(x):
     """A boolean mask for the last two dimensions of x (one row where x has one dimension), with an empty row."""
     shape = x.shape[-2:]
-    keep = torch.rand(shape, generator=torch.Generator().manual_seed(3)) > 0.3
+    keep = seeded(torch.rand, shape, 3).to(x.device) > 0.3
     if len(shape) == 2 and shape[0] > 1:
         keep[1] = False
     return keep
 
 
 def bias_mask(x):
-    bias = torch.randn(x.shape[-1:], generator=torch.Generator().manual_seed(4)).to(x.dtype)
+    bias = seeded(torch.randn, x.shape[-1:], 4).to(x)
     if bias.numel() > 1:
         bias[0] = float("-inf")
     return bias
@@ -82,7 +87,7 @@ def _composed(x, scale, keep=None, add=None):
 
 
 def _causal(x, offset=0):
-    return torch.ones(x.shape[-2:], dtype=torch.bool).tril(offset)
+    return torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).tril(offset)
 
 
 def _bottom_right(x):
@@ -90,7 +95,7 @@ def _bottom_right(x):
 
 
 def _numpy(mask):
-    return mask.numpy() if mask.dtype == torch.bool else oracle.wide(mask)
+    return mask.cpu().numpy() if mask.dtype == torch.bool else oracle.wide(mask)
 
 
 def _softmax_case(name, call, eager, keep=None, add=None, scale=1.0):

@@ -24,7 +24,7 @@ def require_wide(dtype):
 
 
 def wide(tensor):
-    return tensor.detach().to(torch.float64).numpy().astype(WIDE)
+    return tensor.detach().cpu().to(torch.float64).numpy().astype(WIDE)
 
 
 def ulp(value, dtype):

@@ -11,7 +11,7 @@ import torch
 
 from pyckpt import _checks, backends, engine
 
-BACKENDS = ["reference", "cpu"]
+BACKENDS = ["reference", "cpu", "cuda", "triton"]
 ISAS = ["x86-64-v2", "x86-64-v3", "x86-64-v4"] if platform.machine() in ("x86_64", "AMD64") else ["baseline"]
 
 
@@ -38,12 +38,17 @@ def unlearned(monkeypatch):
 
 @pytest.fixture(params=BACKENDS)
 def backend(request):
-    """Runs the test on each backend; skips with the reason where one is not available."""
+    """Runs the test on each backend, whose device is then where torch makes tensors; skips with the reason where one is not
+    available."""
     state = backends.available()[request.param]
     if not state.available:
         pytest.skip(f"backend {request.param}: {state.unavailable}")
     with backends.use(request.param):
-        yield request.param
+        if state.device_type in (None, "cpu"):
+            yield request.param
+        else:
+            with torch.device(state.device_type):
+                yield request.param
 
 
 @pytest.fixture

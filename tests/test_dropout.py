@@ -147,7 +147,7 @@ def test_softmax_with_dropout(kind, dtype, backend):
     }[kind]
     masks = {
         "causal": {"keep": np.tril(np.ones((9, 21), bool))},
-        "keep": {"keep": keep.numpy()},
+        "keep": {"keep": keep.cpu().numpy()},
         "bias": {"add": oracle.wide(bias)},
     }
     actual, eager, exact = [], [], []

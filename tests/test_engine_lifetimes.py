@@ -86,14 +86,14 @@ def test_rebuilt_once_for_all_consumers(monkeypatch):
 
 def test_partial_gradients_leave_no_caches():
     model = blocks(6, 64)
-    x = torch.randn(256, 64)
+    x = torch.randn(2048, 64)  # one norm's output: 512 KiB, far above what else the process may come to hold
     with recompute():
         loss = model(x).square().mean()
     torch.autograd.grad(loss, model[5].fc2.weight, retain_graph=True)
     before = allocated()
     for i in (4, 2, 0):
         torch.autograd.grad(loss, model[i].fc2.weight, retain_graph=True)
-        assert allocated() - before < x.numel()
+        assert allocated() - before < x.nbytes / 2
     assert all(source is None or source.value is None for source in [ref() for ref in Source.known.values()])
 
 

@@ -248,7 +248,10 @@ def test_saved_tensors_hooks(layer, backend):
     hooks = {
         "clone": (lambda t: packed.append(t) or t.clone(), lambda t: t),
         "strided": (strided, lambda t: t),
-        "numpy": (lambda t: t.detach().numpy(), lambda a: torch.from_numpy(a.copy())),
+        "numpy": (
+            lambda t: t.detach().cpu().numpy(),
+            lambda a: torch.from_numpy(a.copy()).to(torch.get_default_device()),
+        ),
         "transposed": (lambda t: t, lambda t: t.mT.contiguous().mT if t.dim() > 1 else t),
     }
     for name, (pack, unpack) in hooks.items():
