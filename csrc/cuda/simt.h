@@ -25,7 +25,7 @@
 
 #if defined(PYCKPT_SIMT_EMULATED)
 #include "emulated.h"
-#else
+#elif defined(__CUDACC__)
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -38,6 +38,8 @@ struct Stream {
   int device;
   intptr_t handle;
 };
+
+#if defined(PYCKPT_SIMT_EMULATED) || defined(__CUDACC__)  // other code of the host sees no more than that
 
 // Dimensions of a grid from sizes of any magnitude. Throws where CUDA has no grid so large; one of no blocks launches nothing.
 struct Grid {
@@ -56,7 +58,14 @@ __host__ __device__ constexpr size_t shared_size(size_t count) {
   return (count * sizeof(T) + 15) / 16 * 16;
 }
 
-#if !defined(PYCKPT_SIMT_EMULATED)
+#endif
+}  // namespace simt
+
+#if defined(PYCKPT_SIMT_EMULATED)
+#include "emulated_launch.h"
+#elif defined(__CUDACC__)
+
+namespace simt {
 
 inline void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess)
@@ -117,10 +126,11 @@ class SharedMemory {
   unsigned char* next_;
 };
 
-#define SIMT_SHARED(type, name, extents) __shared__ type name extents
+}  // namespace simt
+
+#define SIMT_SHARED(type, name, extents) __shared__ __align__(16) type name extents
 #define SIMT_DYNAMIC_SHARED(name)                                \
   extern __shared__ __align__(128) unsigned char simt_shared_[]; \
   ::simt::SharedMemory name(simt_shared_)
 
 #endif
-}  // namespace simt
