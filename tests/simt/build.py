@@ -153,4 +153,3 @@ def build(
     if done.returncode:
         raise RuntimeError(f"building {name} failed:\n{done.stdout}{done.stderr}")
     return folder / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
-
