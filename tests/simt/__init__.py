@@ -91,13 +91,17 @@ class _Allocations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         empty = name.startswith(("empty", "new_empty"))
-        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        known = {
+            t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
         for tensor in tree_leaves(result):
             if not isinstance(tensor, torch.Tensor):
                 continue
             new = tensor.untyped_storage().data_ptr() not in known
             if new or func._schema.is_mutable:  # zero_() gives values; an input stays read-only
-                _allow(self.module, f"{name}{list(tensor.shape)}", tensor, writable=new, initialised=not empty)
+                _allow(
+                    self.module, f"{name}{list(tensor.shape)}", tensor, writable=new, initialised=not empty
+                )
         return result
 
 

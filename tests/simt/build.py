@@ -37,18 +37,24 @@ class Missing(RuntimeError):
 
 def cuda_headers() -> Path:
     """The include folder of a CUDA toolkit, or of NVIDIA's packages in this environment."""
-    candidates = [Path(os.environ[name], "include") for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    candidates = [
+        Path(os.environ[name], "include") for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)
+    ]
     if nvcc := shutil.which("nvcc"):
         # A wrapper may stand on PATH: nvcc itself tells where it lies.
         told = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True).stderr
         candidates += [
-            Path(line.partition("TOP=")[2], "include") for line in told.splitlines() if line.startswith("#$ TOP=")
+            Path(line.partition("TOP=")[2], "include")
+            for line in told.splitlines()
+            if line.startswith("#$ TOP=")
         ]
     candidates.append(Path("/usr/local/cuda/include"))
     for site in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         candidates += sorted(Path(site, "nvidia").glob("*/include"))
     for include in candidates:
-        if all((include / name).exists() for name in ("cuda_bf16.h", "vector_functions.h", "crt/host_defines.h")):
+        if all(
+            (include / name).exists() for name in ("cuda_bf16.h", "vector_functions.h", "crt/host_defines.h")
+        ):
             return include.resolve()
     raise Missing(
         "no CUDA headers: set CUDA_HOME to a toolkit, or pip install nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl "
