@@ -89,7 +89,7 @@ PYCKPT_DEVICE RowStatistics<typename L::F> compute_statistics(const NormRows<typ
 }
 
 template <class L, bool kCentred>
-__global__ void __launch_bounds__(L::kBlock)
+__global__ void __launch_bounds__(L::kBlock, 1)
     norm_forward_kernel(const NormRows<typename L::T> a, typename L::T* y, typename L::F* statistics, bool recompute) {
   using F = typename L::F;
   int phase = 0;
@@ -157,7 +157,7 @@ PYCKPT_DEVICE void store_sums(F* to, int valid, const F (&sums)[kElements]) {
 
 // A team takes a block of rows. With kParameters its threads keep the sums of their columns in registers.
 template <class L, bool kCentred, bool kParameters>
-__global__ void __launch_bounds__(L::kBlock)
+__global__ void __launch_bounds__(L::kBlock, 1)
     norm_backward_kernel(const NormRows<typename L::T> a, const NormBackwardRows<typename L::T> b) {
   using F = typename L::F;
   constexpr int V = L::kElements;
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(L::kBlock)
 // The same sums for rows too long to keep them, or where dx is not wanted: a thread goes down kVector columns of a block of rows.
 constexpr int kColumnThreads = 128;
 template <class T, bool kWide, bool kCentred>
-__global__ void __launch_bounds__(kColumnThreads)
+__global__ void __launch_bounds__(kColumnThreads, 1)
     norm_parameters_kernel(const NormRows<T> a, const NormBackwardRows<T> b, int64_t blocks_across) {
   using F = typename Element<T>::F;
   constexpr int V = kVector<T>;
