@@ -10,6 +10,9 @@
 #endif
 
 #include "cpu/kernels.h"
+#if defined(PYCKPT_CUDA)
+#include "cuda/bindings.h"
+#endif
 
 namespace py = pybind11;
 using namespace pyckpt;
@@ -103,6 +106,24 @@ struct Cpu {
   }
 };
 
+// The CUDA kernels that were built: None if there are none, and the reason in "no_cuda".
+void describe_cuda(py::dict& info) {
+#if defined(PYCKPT_CUDA)
+  const auto split = [](const std::string& list) {
+    return list.empty() ? py::list() : py::list(py::str(list).attr("split")(","));
+  };
+  py::dict cuda;
+  cuda["compiler"] = PYCKPT_CUDA;
+  cuda["archs"] = split(PYCKPT_CUDA_SASS);
+  cuda["ptx"] = split(PYCKPT_CUDA_PTX);
+  info["cuda"] = cuda;
+  info["no_cuda"] = "";
+#else
+  info["cuda"] = py::none();
+  info["no_cuda"] = PYCKPT_NO_CUDA;
+#endif
+}
+
 py::dict build_info() {
   py::dict info;
   info["version"] = PYCKPT_VERSION;
@@ -111,7 +132,7 @@ py::dict build_info() {
   std::vector<std::string> names;
   for (const Build& build : builds) names.push_back(build.name);
   info["isas"] = names;
-  info["cuda"] = py::none();
+  describe_cuda(info);
   info["openmp"] = GOMP_parallel != nullptr;
   return info;
 }
@@ -128,4 +149,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("use_isa", &use_isa);
   m.def("isa", [] { return active->name; });
   Bindings<Cpu>::define(m);
+#if defined(PYCKPT_CUDA)
+  py::module_ cuda = m.def_submodule("cuda", "The same on tensors of a GPU; (device's index, stream) is the last argument.");
+  bind_cuda(cuda);
+#endif
 }

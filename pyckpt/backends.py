@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401  torch's OpenMP runtime has to be there when the extension's symbols are looked up
+import torch  # torch's OpenMP runtime has to be there when the extension's symbols are looked up
 
 native: Any = None
 try:
@@ -38,13 +38,22 @@ except ImportError as error:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Backend:
-    """A set of kernels: the device type it serves (None: any), and why it cannot be used here (empty: it can)."""
+    """A set of kernels: the device type it serves (None: any), and why it cannot be used here (empty: it can).
+
+    The reason may be a function, which is asked when the answer is first needed: to look for a GPU takes time.
+    """
 
     name: str
     device_type: str | None
-    unavailable: str = ""
+    reason: str | Callable[[], str] = ""
+
+    @property
+    def unavailable(self) -> str:
+        if not isinstance(self.reason, str):
+            self.reason = self.reason()
+        return self.reason
 
     @property
     def available(self) -> bool:
@@ -52,7 +61,8 @@ class Backend:
 
 
 _backends: dict[str, Backend] = {}
-_default: dict[str, str] = {}
+_defaults: dict[str, list[Backend]] = {}  # of a device type, the best one first
+_chosen: dict[str, str] = {}
 
 
 class _Local(threading.local):
@@ -62,11 +72,18 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def register(name: str, device_type: str | None, unavailable: str = "", *, default: bool = False) -> None:
-    """Adds a backend. `default` makes it the one that serves `device_type` when none is asked for."""
-    _backends[name] = Backend(name, device_type, unavailable)
-    if default and device_type is not None and not unavailable:
-        _default[device_type] = name
+def register(
+    name: str,
+    device_type: str | None,
+    unavailable: str | Callable[[], str] = "",
+    *,
+    default: bool = False,
+) -> None:
+    """Adds a backend. Of those with `default`, the first that is available serves `device_type` when none is asked for."""
+    _backends[name] = backend = Backend(name, device_type, unavailable)
+    if default and device_type is not None:
+        _defaults.setdefault(device_type, []).append(backend)
+        _chosen.pop(device_type, None)
 
 
 def available() -> dict[str, Backend]:
@@ -104,7 +121,11 @@ def select(device_type: str) -> str:
     forced = _local.forced or _environment
     if forced is not None and forced.device_type in (None, device_type):
         return forced.name
-    return _default.get(device_type, "reference")
+    chosen = _chosen.get(device_type)
+    if chosen is None:
+        usable = (b.name for b in _defaults.get(device_type, ()) if b.available)
+        chosen = _chosen[device_type] = next(usable, "reference")
+    return chosen
 
 
 _warned_disabled = False
@@ -124,6 +145,55 @@ def disabled() -> bool:
     return off
 
 
+def covers(archs: list[str], ptx: list[str], capability: tuple[int, int]) -> bool:
+    """Whether code for `archs` ("90", "90a"), or `ptx`, runs on a GPU of that compute capability.
+
+    Compiled code runs on GPUs of its major version that are not older; PTX on all that are not older; arch-specific code
+    (90a) on its own alone, and of a family (100f) on its major version. See the CUDA C++ Programming Guide, "Compatibility".
+    """
+
+    def runs(arch: str, anywhere: bool) -> bool:
+        number = int(arch.rstrip("af"))
+        major, minor = divmod(number, 10)
+        if arch.endswith("a"):
+            return (major, minor) == capability
+        if arch.endswith("f") or not anywhere:
+            return major == capability[0] and minor <= capability[1]
+        return (major, minor) <= capability
+
+    return any(runs(a, anywhere=False) for a in archs) or any(runs(a, anywhere=True) for a in ptx)
+
+
+def built_for(cuda: dict[str, Any]) -> str:
+    """The architectures in ``build_info()["cuda"]`` as text."""
+    return ", ".join(
+        [f"sm_{arch}" for arch in cuda["archs"]] + [f"PTX of compute_{arch}" for arch in cuda["ptx"]]
+    )
+
+
+def _cuda_unavailable() -> str:
+    if native is None:
+        return _why_no_native
+    info = native.build_info()
+    built = info["cuda"]
+    if built is None:
+        return f"built without CUDA: {info['no_cuda']}"
+    if not torch.cuda.is_available():
+        return f"no GPU that torch {torch.__version__} can use (torch.cuda.is_available() is False)"
+    bindings: Any = torch._C  # whose stubs of CPU builds know nothing of it
+    driver = bindings._cuda_getDriverVersion() // 1000
+    if driver < int(built["compiler"].partition(".")[0]):
+        return (
+            f"built with CUDA {built['compiler']}, for which the driver is too old (it supports CUDA {driver}); update the "
+            "driver, or reinstall pyckpt with an older toolkit in CUDA_HOME"
+        )
+    capability = torch.cuda.get_device_capability()
+    if not covers(built["archs"], built["ptx"], capability):
+        number = "{}{}".format(*capability)
+        return f"this GPU is sm_{number}; built for {built_for(built)}; set PYCKPT_CUDA_ARCHS={number} and reinstall pyckpt"
+    return ""
+
+
 register("reference", None)
 if native is not None:
     if isa := os.environ.get("PYCKPT_CPU_ISA"):
@@ -134,7 +204,7 @@ if native is not None:
     register("cpu", "cpu", default=True)
 else:
     register("cpu", "cpu", _why_no_native)
-register("cuda", "cuda", "this version has no CUDA kernels yet")
+register("cuda", "cuda", _cuda_unavailable, default=True)
 register("triton", "cuda", "this version has no Triton kernels yet")
 
 _environment: Backend | None = None

@@ -68,9 +68,11 @@ __host__ __device__ constexpr size_t shared_size(size_t count) {
 namespace simt {
 
 inline void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess)
-    throw std::runtime_error(std::string("CUDA: ") + what + ": " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) +
-                             ")");
+  if (status == cudaSuccess) return;
+  std::string text = std::string("CUDA: ") + what + ": " + cudaGetErrorString(status) + " (" + cudaGetErrorName(status) + ")";
+  if (status == cudaErrorNoKernelImageForDevice)
+    text += "; pyckpt was not built for this GPU: set PYCKPT_CUDA_ARCHS to its architecture and reinstall";
+  throw std::runtime_error(text);
 }
 
 // Makes a device the current one for as long as it lives.

@@ -68,13 +68,15 @@ def _allow(module: Any, name: str, tensor: Any, *, writable: bool, initialised: 
 
 
 @contextmanager
-def tensors(module: Any, *, inputs: Any = (), outputs: Any = ()) -> Iterator[None]:
-    """Within the context the module's kernels may read `inputs`, and write `outputs`, which have no values yet."""
+def tensors(module: Any, *, inputs: Any = (), outputs: Any = (), updated: Any = ()) -> Iterator[None]:
+    """Within the context kernels may read `inputs`, write `outputs`, which have no values yet, and do both to `updated`."""
     try:
         for i, tensor in enumerate(inputs):
             _allow(module, f"input {i}", tensor, writable=False, initialised=True)
         for i, tensor in enumerate(outputs):
             _allow(module, f"output {i}", tensor, writable=True, initialised=False)
+        for i, tensor in enumerate(updated):
+            _allow(module, f"tensor {i}", tensor, writable=True, initialised=True)
         yield
     finally:
         module.simt.forget()

@@ -1,4 +1,4 @@
-"""Compiles csrc/cuda/*.cu for the CPU: ``python -m tests.simt.build [fast] [check]``.
+"""Compiles csrc/cuda/*.cu for the CPU: ``python -m tests.simt [fast] [check]``.
 
 The modules go to build/simt/<flavour>, where Ninja rebuilds what has changed. "fast" runs kernels; "check" also watches every
 access. Needs g++ (or the compiler in CXX), pybind11, Ninja, and CUDA's headers: those of a toolkit (CUDA_HOME, nvcc on PATH,
@@ -21,6 +21,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RUNTIME = HERE / "runtime"
 KERNELS = ROOT / "csrc" / "cuda"
+TOOLKIT = Path("/usr/local/cuda")
 FLAVOURS = ("fast", "check")
 
 # Instrumentation whose calls runtime/hooks.cpp answers. Frame pointers tell by which calls a thread came to a barrier.
@@ -28,7 +29,7 @@ CHECKS = (
     "-fsanitize=thread,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero "
     "-fno-omit-frame-pointer -fno-builtin-memcpy -fno-builtin-memset -fno-builtin-memmove -Wno-tsan"
 )
-WRAPPED = " ".join(f"-Wl,--wrap={name}" for name in ("memcpy", "memmove", "memset"))
+RENAMED = " ".join(f"--redefine-sym {name}=simt_{name}" for name in ("memcpy", "memmove", "memset"))
 
 
 class Missing(RuntimeError):
@@ -48,7 +49,7 @@ def cuda_headers() -> Path:
             for line in told.splitlines()
             if line.startswith("#$ TOP=")
         ]
-    candidates.append(Path("/usr/local/cuda/include"))
+    candidates.append(TOOLKIT / "include")
     for site in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         candidates += sorted(Path(site, "nvidia").glob("*/include"))
     for include in candidates:
@@ -95,26 +96,27 @@ def script(name: str, flavour: str, kernels: Iterable[Path], host: Iterable[Path
         f"-I{KERNELS} -I{RUNTIME} " + " ".join(f"-isystem {path}" for path in includes)
     )
     of_kernels = f"-O1 {CHECKS}" if flavour == "check" else "-O2"
+    rename = f" && objcopy {RENAMED} $out" if flavour == "check" else ""
+
+    def rule(name: str, command: str, then: str = "") -> list[str]:
+        made = f"{command} -MMD -MF $out.d -c $in -o $out{then}"
+        return [f"rule {name}", f"  command = {made}", "  depfile = $out.d", "  deps = gcc"]
+
     lines = [
         "ninja_required_version = 1.5",
-        "rule compile",
-        f"  command = {compiler} {common} $flags -MMD -MF $out.d -c $in -o $out",
-        "  depfile = $out.d",
-        "  deps = gcc",
+        *rule("kernels", f"{compiler} {common} {of_kernels} {processor_flags()} -x c++", rename),
+        *rule("host", f"{compiler} {common} -O2 -fno-omit-frame-pointer"),
         "rule link",
-        f"  command = {compiler} -shared -Wl,-Bsymbolic,-z,nodelete {WRAPPED if flavour == 'check' else ''} $in -o $out",
+        f"  command = {compiler} -shared -Wl,-Bsymbolic,-z,nodelete $in -o $out",
     ]
-    objects = []
-
-    def add(source: Path, flags: str) -> None:
-        objects.append(f"{source.stem}-{'kernels' if source.suffix == '.cu' else source.parent.name}.o")
-        lines.extend([f"build {objects[-1]}: compile {source}", f"  flags = {flags}"])
-
-    for source in kernels:
-        add(source, f"{of_kernels} {processor_flags()} -x c++")
-    for source in (*host, *sorted(RUNTIME.glob("*.cpp"))):
-        add(source, "-O2 -fno-omit-frame-pointer")
-    lines.append(f"build {name}{sysconfig.get_config_var('EXT_SUFFIX')}: link {' '.join(objects)}")
+    objects = {source: f"{source.stem}-kernels.o" for source in kernels}
+    objects |= {
+        source: f"{source.stem}-{source.parent.name}.o" for source in (*host, *sorted(RUNTIME.glob("*.cpp")))
+    }
+    lines += [
+        f"build {file}: {'kernels' if s.suffix == '.cu' else 'host'} {s}" for s, file in objects.items()
+    ]
+    lines.append(f"build {name}{sysconfig.get_config_var('EXT_SUFFIX')}: link {' '.join(objects.values())}")
     return "\n".join(lines) + "\n"
 
 
@@ -151,8 +153,3 @@ def build(
     if done.returncode:
         raise RuntimeError(f"building {name} failed:\n{done.stdout}{done.stderr}")
     return folder / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
-
-
-if __name__ == "__main__":
-    for wanted in sys.argv[1:] or FLAVOURS:
-        print(build(wanted))

@@ -1,6 +1,6 @@
 // What the compiler calls in a checking build. The kernels are compiled with -fsanitize=thread and parts of
 // -fsanitize=undefined, but the sanitizers' libraries are not linked: these functions take their places, so nothing has to be
-// loaded before Python. memcpy and memset of kernels come here through the linker's --wrap.
+// loaded before Python. The kernels' memcpy, memmove and memset are renamed to those here.
 #include "runtime.h"
 
 #if SIMT_CHECK
@@ -31,20 +31,17 @@ void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_vptr_update(void**, void*) {}
 
-void* __real_memcpy(void* to, const void* from, size_t n);
-void* __real_memmove(void* to, const void* from, size_t n);
-void* __real_memset(void* to, int value, size_t n);
-void* __wrap_memcpy(void* to, const void* from, size_t n) {
-  if (n && simt::self) touch(from, n, Access::read, PC), touch(to, n, Access::write, PC);
-  return __real_memcpy(to, from, n);
+void* simt_memcpy(void* to, const void* from, size_t n) {
+  if (n) touch(from, n, Access::read, PC), touch(to, n, Access::write, PC);
+  return std::memcpy(to, from, n);
 }
-void* __wrap_memmove(void* to, const void* from, size_t n) {
-  if (n && simt::self) touch(from, n, Access::read, PC), touch(to, n, Access::write, PC);
-  return __real_memmove(to, from, n);
+void* simt_memmove(void* to, const void* from, size_t n) {
+  if (n) touch(from, n, Access::read, PC), touch(to, n, Access::write, PC);
+  return std::memmove(to, from, n);
 }
-void* __wrap_memset(void* to, int value, size_t n) {
-  if (n && simt::self) touch(to, n, Access::write, PC);
-  return __real_memset(to, value, n);
+void* simt_memset(void* to, int value, size_t n) {
+  if (n) touch(to, n, Access::write, PC);
+  return std::memset(to, value, n);
 }
 
 // The undefined-behaviour checks' data, as far as it is used: each begins with the place.

@@ -22,7 +22,8 @@ uintptr_t anchor_offset = 0;
 constexpr const char* kSuffix = "_simt";  // of SIMT_SHARED's variables
 
 std::vector<std::string> reports;
-constexpr size_t kMostReports = 20;
+size_t left_out = 0;
+constexpr std::ptrdiff_t kMostOfAKind = 2;
 
 int find_segments(dl_phdr_info* info, size_t, void* result) {
   auto& found = *static_cast<Image*>(result);
@@ -134,7 +135,12 @@ void report(const char* format, ...) {
   va_start(arguments, format);
   std::vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
-  if (reports.size() < kMostReports) reports.emplace_back(text);
+  const std::string kind(text, std::strcspn(text, "]"));
+  const auto same = [&](const std::string& other) { return other.compare(0, kind.size(), kind) == 0; };
+  if (std::count_if(reports.begin(), reports.end(), same) < kMostOfAKind)
+    reports.emplace_back(text);
+  else
+    ++left_out;
 }
 
 bool reported() { return !reports.empty(); }
@@ -145,18 +151,17 @@ void shuffle_from_inactive(int lane, int source, Site site) {
 }
 
 std::string take_reports() {
-  constexpr size_t kShown = 6;
   std::string all;
-  for (size_t i = 0; i < std::min(reports.size(), kShown); ++i) {
-    std::string text = reports[i];
+  for (std::string& text : reports) {
     for (size_t at; (at = text.find("pc=+0x")) != std::string::npos;) {
       const size_t end = text.find_first_not_of("0123456789abcdef", at + 6);
       const std::string pc = text.substr(at + 6, end == std::string::npos ? end : end - at - 6);
       text.replace(at, 6 + pc.size(), source_lines(pc));
     }
-    all += (i ? "\n" : "") + text;
+    all += (all.empty() ? "" : "\n") + text;
   }
-  if (reports.size() > kShown) all += "\n... and more";
+  if (left_out) all += "\n... and " + std::to_string(left_out) + " more";
+  left_out = 0;
   reports.clear();
   return all;
 }

@@ -42,7 +42,7 @@ int multiprocessors(int) { return multiprocessor_count; }
 
 PYBIND11_MODULE(SIMT_MODULE, m) {
   using namespace simt;
-  py::register_exception<Fault>(m, "Fault", PyExc_RuntimeError);
+  py::register_local_exception<Fault>(m, "Fault", PyExc_RuntimeError);
   pyckpt::bind_cuda(m);
   py::module_ control = m.def_submodule("simt");
   control.attr("checks") = bool(SIMT_CHECK);

@@ -10,6 +10,7 @@
 #include <sys/mman.h>
 
 #include <map>
+#include <tuple>
 
 namespace simt {
 namespace {
@@ -73,8 +74,19 @@ bool unordered(const Region& region, uint32_t then, uint16_t thread, uint16_t wa
 
 const char* verb(Access access) { return access == Access::read ? "reads" : access == Access::write ? "writes" : "updates"; }
 
+// "input 0[4] of 256": the region, the byte in it and its size.
 std::string place(const Region& region, uintptr_t address) {
-  return region.name + "[" + std::to_string(ptrdiff_t(address - region.low)) + "]";
+  std::string name = region.name;
+  uintptr_t low = region.low, high = region.high;
+  if (&region == &dynamic) {
+    size_t index = arrays.size();
+    while (index && arrays[index - 1].first > address) --index;
+    if (index) {
+      name = "shared array " + std::to_string(index - 1) + " taken";
+      std::tie(low, high) = arrays[index - 1];
+    }
+  }
+  return name + "[" + std::to_string(ptrdiff_t(address - low)) + "] of " + std::to_string(high - low);
 }
 
 [[noreturn]] void out_of_bounds(uintptr_t address, size_t bytes, Access access, uintptr_t pc, const char* why) {
@@ -91,8 +103,8 @@ std::string place(const Region& region, uintptr_t address) {
   for (const auto& [_, region] : global) consider(region);
   for (const auto& [_, region] : statics) consider(region);
   consider(dynamic);
-  const std::string near = nearest ? place(*nearest, address) + " of " + std::to_string(nearest->high - nearest->low) : "?";
-  report("[out of bounds] %s %s %zu bytes %s: byte %s; pc=+0x%zx", where().c_str(), verb(access), bytes, why, near.c_str(), pc);
+  report("[out of bounds] %s %s %zu bytes %s: %s; pc=+0x%zx", where().c_str(), verb(access), bytes, why,
+         nearest ? place(*nearest, address).c_str() : "?", pc);
   abort_block();
 }
 
@@ -104,16 +116,10 @@ void touch_bytes(Region& region, uintptr_t address, size_t bytes, Access access,
     const auto race = [&](const char* what, unsigned other) {
       if (raced) return;
       raced = true;
+      char last_write[32] = "";
+      if (cell->write_epoch) std::snprintf(last_write, sizeof last_write, ", last written pc=+0x%x", cell->write_pc);
       report("[race] %s %s %s, which thread %u %s, and nothing orders the two; pc=+0x%zx%s", where().c_str(), verb(access),
-             place(region, address).c_str(), other, what, pc,
-             cell->write_epoch ? (" last written at pc=+0x" +
-                                  [&] {
-                                    char hex[16];
-                                    std::snprintf(hex, sizeof hex, "%x", cell->write_pc);
-                                    return std::string(hex);
-                                  }())
-                                     .c_str()
-                               : "");
+             place(region, address).c_str(), other, what, pc, last_write);
     };
     if (cell->pending) {
       report("[async] %s %s %s, where a cp.async that has not been waited for writes; pc=+0x%zx", where().c_str(), verb(access),
@@ -183,10 +189,10 @@ void touch(const volatile void* pointer, size_t bytes, Access access, void* retu
   if (address >= own && address < own + fibers.size() * sizeof(Fiber)) return;  // threadIdx
   Region* const region = find(address);
   if (!region && address >= image().low && address < image().high) return;  // constants
-  if (!region) out_of_bounds(address, bytes, access, pc, "of no tensor or array");
+  if (!region) out_of_bounds(address, bytes, access, pc, "outside of every tensor and array");
   if (address + bytes > region->high) out_of_bounds(address, bytes, access, pc, "across an end");
   if (region == &dynamic && !in_array(address, address + bytes))
-    out_of_bounds(address, bytes, access, pc, "of no array taken from shared memory");
+    out_of_bounds(address, bytes, access, pc, "between shared arrays");
   if (access != Access::read && !region->writable) {
     report("[read-only] %s %s %s, an input; pc=+0x%zx", where().c_str(), verb(access), place(*region, address).c_str(), pc);
     return;

@@ -92,13 +92,10 @@ void cp_async_wait_for(unsigned pending) {
   while (fiber.groups.size() > pending) {
     for (const Copy& copy : fiber.groups.front()) {
       shadow::set_pending(copy.to, 16, false);
-      Thread* const me = self;
-      self = nullptr;
       if (copy.valid)
         std::memcpy(copy.to, copy.from, 16);
       else
         std::memset(copy.to, 0, 16);
-      self = me;
       touch(copy.to, 16, Access::write, __builtin_return_address(0));
     }
     fiber.groups.pop_front();
