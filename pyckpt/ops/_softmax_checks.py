@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._native import like
+from ._native import together
 from ._registry import DTYPES, describe, refused
 from ._softmax_definition import Options, statistics_shape
 from .dropout import check_random
@@ -63,11 +63,6 @@ def check_statistics(x: Tensor, statistics: Tensor) -> None:
     if (
         statistics.shape != statistics_shape(x)
         or statistics.dtype is not DTYPES[x.dtype][1]
-        or not statistics.is_cpu
+        or not together(statistics, x)
     ):
         raise refused(f"{describe('statistics', statistics)} are not those of {describe('x', x)}")
-
-
-def check_grad(grad: Tensor, x: Tensor) -> None:
-    if not like(grad, x):
-        raise refused(f"{describe('grad', grad)} does not fit {describe('x', x)}")
