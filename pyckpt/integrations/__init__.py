@@ -1,0 +1,1 @@
+"""pyckpt in other libraries. Nothing here is imported by ``import pyckpt``."""
