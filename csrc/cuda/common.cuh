@@ -223,39 +223,49 @@ PYCKPT_DEVICE V reduce(V value, const Combine& combine, int& phase) {
   for (int lanes = warps / 2; lanes; lanes /= 2) value = combine(value, exchange(value, lanes));
   return value;
 }
-// Sums of what each thread has summed in F; from there on in double, as on the CPU: a few roundings more would be most of a
-// short sum's error.
-struct Add {
-  PYCKPT_MEMBER double operator()(double a, double b) const { return a + b; }
-  PYCKPT_MEMBER Both<double, double> operator()(const Both<double, double>& a, const Both<double, double>& b) const {
-    return {a.first + b.first, a.second + b.second};
-  }
-};
-
-// A thread's part of a sum of products in which most may cancel: with more digits than T has, so that what is left has all of
-// T's.
-template <class T>
-struct Products {  // 16-bit types
+// A thread's part of a sum of products. Threads' parts are added in double, as on the CPU: a few roundings more in float would be
+// most of a short sum's error. kCancels: most of it may cancel, and what is left is to have all of T's digits.
+template <class T, bool kCancels = false>
+struct Part {
   float sum = 0;
-  PYCKPT_MEMBER void add(float a, float b) { sum = fused(a, b, sum); }
-  PYCKPT_MEMBER double total() const { return double(sum); }
+  PYCKPT_MEMBER void add(float a, float b = 1) { sum = fused(a, b, sum); }
+  PYCKPT_MEMBER double value() const { return double(sum); }
 };
 template <>
-struct Products<float> {
+struct Part<float, true> {
   double sum = 0;
-  PYCKPT_MEMBER void add(float a, float b) { sum = fused(double(a), double(b), sum); }
-  PYCKPT_MEMBER double total() const { return sum; }
+  PYCKPT_MEMBER void add(float a, float b = 1) { sum = fused(double(a), double(b), sum); }
+  PYCKPT_MEMBER double value() const { return sum; }
 };
-template <>
-struct Products<double> {  // Ogita, Rump & Oishi, "Accurate sum and dot product", 2005
+// Ogita, Rump & Oishi, "Accurate sum and dot product", 2005: `rest` is what the sum has lost to rounding.
+struct Compensated {
+  double sum, rest;
+  PYCKPT_MEMBER double value() const { return rest - rest == 0.0 ? sum + rest : sum; }  // not finite: sum says how
+};
+PYCKPT_DEVICE Compensated exchange(const Compensated& x, int lanes) { return {exchange(x.sum, lanes), exchange(x.rest, lanes)}; }
+template <bool kCancels>
+struct Part<double, kCancels> {
   double sum = 0, rest = 0;
-  PYCKPT_MEMBER void add(double a, double b) {
+  PYCKPT_MEMBER void add(double a, double b = 1) {
     const double product = a * b, next = sum + product, taken = next - sum;
     rest += ((sum - (next - taken)) + (product - taken)) + fused(a, b, -product);
     sum = next;
   }
-  PYCKPT_MEMBER double total() const { return rest - rest == 0.0 ? sum + rest : sum; }  // not finite: sum says how
+  PYCKPT_MEMBER Compensated value() const { return {sum, rest}; }
 };
+struct Add {
+  PYCKPT_MEMBER double operator()(double a, double b) const { return a + b; }
+  PYCKPT_MEMBER Compensated operator()(const Compensated& a, const Compensated& b) const {
+    const double next = a.sum + b.sum, taken = next - a.sum;
+    return {next, (a.rest + b.rest) + ((a.sum - (next - taken)) + (b.sum - taken))};
+  }
+  template <class V>
+  PYCKPT_MEMBER Both<V, V> operator()(const Both<V, V>& a, const Both<V, V>& b) const {
+    return {(*this)(a.first, b.first), (*this)(a.second, b.second)};
+  }
+};
+PYCKPT_DEVICE double rounded(double x) { return x; }
+PYCKPT_DEVICE double rounded(const Compensated& x) { return x.value(); }
 
 // Dropout factors of elements [first, first + kCount) of a tensor in logical order.
 template <int kCount, bool kAligned, class F>

@@ -64,28 +64,28 @@ PYCKPT_DEVICE RowStatistics<typename L::F> compute_statistics(const NormRows<typ
   F high = 0, low = 0;
   if constexpr (kCentred) {
     const F guess = Element<typename L::T>::widen(a.x[offset]);
-    F sum = 0;
+    Part<typename L::T> sum;
     L::each_chunk(n, [&](int slot, int64_t column, int valid) {
       F x[L::kElements];
       row.get(slot, column, valid, x);
 #pragma unroll
       for (int i = 0; i < L::kElements; ++i)
-        if (i < valid) sum += x[i] - guess;
+        if (i < valid) sum.add(x[i] - guess);
     });
-    mean = double(guess) + reduce(double(sum), Add{}, phase) * a.inverse;
+    mean = double(guess) + rounded(reduce(sum.value(), Add{}, phase)) * a.inverse;
     high = F(mean), low = F(mean - double(high));
   }
-  F squares = 0;
+  Part<typename L::T> squares;
   L::each_chunk(n, [&](int slot, int64_t column, int valid) {
     F x[L::kElements];
     row.get(slot, column, valid, x);
 #pragma unroll
     for (int i = 0; i < L::kElements; ++i) {
       const F d = kCentred ? (x[i] - high) - low : x[i];
-      if (i < valid) squares = fused(d, d, squares);
+      if (i < valid) squares.add(d, d);
     }
   });
-  return rounded_statistics<F>(mean, reduce(double(squares), Add{}, phase) * a.inverse, a.eps);
+  return rounded_statistics<F>(mean, rounded(reduce(squares.value(), Add{}, phase)) * a.inverse, a.eps);
 }
 
 template <class L, bool kCentred>
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kLargestTeam, 1)
       const Row<L> x(a.x + row_offset(a.x_view, r), n), grad(b.grad + row_offset(b.grad_view, r), n);
       const RowStatistics<F> s = read_statistics<kCentred>(a.statistics, a.rows, r);
       const F shift = shift_of(s);
-      F along = 0, level = 0;
+      Part<typename L::T> along, level;
       L::each_chunk(n, [&](int slot, int64_t column, int valid) {
         F h[V], g[V], w[V];
         x.get(slot, column, valid, h);
@@ -180,8 +180,8 @@ __global__ void __launch_bounds__(kLargestTeam, 1)
           if (i >= valid) continue;
           h[i] = normalised<kCentred>(h[i], s.mean, s.rstd, shift);
           const F v = a.weight ? g[i] * w[i] : g[i];
-          along = fused(v, h[i], along);
-          if (kCentred) level += v;
+          along.add(v, h[i]);
+          if (kCentred) level.add(v);
           if (kParameters) {
             dweight[slot][i] = fused(g[i], h[i], dweight[slot][i]);
             if (kCentred) dbias[slot][i] += g[i];
@@ -190,11 +190,12 @@ __global__ void __launch_bounds__(kLargestTeam, 1)
       });
       F along_mean, level_mean = 0;
       if constexpr (kCentred) {
-        const auto sums = reduce(Both<double, double>{double(along), double(level)}, Add{}, phase);
-        along_mean = F(sums.first * a.inverse);
-        level_mean = F(sums.second * a.inverse);
+        using Value = decltype(along.value());
+        const auto sums = reduce(Both<Value, Value>{along.value(), level.value()}, Add{}, phase);
+        along_mean = F(rounded(sums.first) * a.inverse);
+        level_mean = F(rounded(sums.second) * a.inverse);
       } else {
-        along_mean = F(reduce(double(along), Add{}, phase) * a.inverse);
+        along_mean = F(rounded(reduce(along.value(), Add{}, phase)) * a.inverse);
       }
       L::each_chunk(n, [&](int slot, int64_t column, int valid) {
         F h[V], g[V], w[V];

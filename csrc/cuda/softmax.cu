@@ -152,17 +152,17 @@ __global__ void __launch_bounds__(kLargestTeam, 1)
       if (L::kInRegisters)
         L::each_chunk(at.visible, [&](int slot, int64_t column, int valid) { exponentials(slot, column, valid, staged[slot]); });
     } else {
-      F part = 0;
+      Part<typename L::T> part;
       L::each_chunk(at.visible, [&](int slot, int64_t column, int valid) {
         F e[V];
         exponentials(slot, column, valid, e);
 #pragma unroll
         for (int i = 0; i < V; ++i) {
-          if (seen(column + i)) part += e[i];
+          if (seen(column + i)) part.add(e[i]);
           if (L::kInRegisters) staged[slot][i] = e[i];
         }
       });
-      sum = F(reduce(double(part), Add{}, phase));
+      sum = F(rounded(reduce(part.value(), Add{}, phase)));
       if (threadIdx.x == 0 && n) {
         statistics[r] = top;
         statistics[a.rows + r] = sum;
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kLargestTeam, 1)
   int phase = 0;
   L::each_row(a.rows, a.columns, [&](int64_t r, int64_t n) {
     const Row<L> row(b.y + r * a.columns, n), grad(b.grad + locate(a, r).grad, n);
-    Products<typename L::T> part;
+    Part<typename L::T, true> part;
     L::each_chunk(n, [&](int slot, int64_t column, int valid) {
       F p[V], g[V];
       row.get(slot, column, valid, p);
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kLargestTeam, 1)
       for (int i = 0; i < V; ++i)
         if (i < valid) part.add(p[i], b.masked && p[i] == F(0) ? F(0) : g[i]);
     });
-    const F dot = F(reduce(part.total(), Add{}, phase));
+    const F dot = F(rounded(reduce(part.value(), Add{}, phase)));
     L::each_chunk(n, [&](int slot, int64_t column, int valid) {
       F p[V], g[V];
       row.get(slot, column, valid, p);
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kLargestTeam, 1)
 #pragma unroll
       for (int i = 0; i < V; ++i) g[i] *= drawn[slot] >> i & 1 ? keep_scale : F(0);
     };
-    Products<typename L::T> part;
+    Part<typename L::T, true> part;
     L::each_chunk(at.visible, [&](int slot, int64_t column, int valid) {
       form(slot, column, valid);
       F g[V];
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kLargestTeam, 1)
         if (column + i < at.visible) part.add(p, b.masked && p == F(0) ? F(0) : g[i]);
       }
     });
-    const F dot = F(reduce(part.total(), Add{}, phase));
+    const F dot = F(rounded(reduce(part.value(), Add{}, phase)));
     L::each_chunk(n, [&](int slot, int64_t column, int valid) {
       F g[V], dx[V] = {};
       if (column < at.visible) {
