@@ -105,7 +105,7 @@ function(compile_cuda_kernels)
   set(version "${CMAKE_MATCH_1}")
 
   set(flags -std=c++17 -O3 --fmad=false -ccbin "${CMAKE_CXX_COMPILER}" -Xcompiler -fPIC,-fvisibility=hidden
-            -I "${CMAKE_CURRENT_SOURCE_DIR}/cuda")
+            -I "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/cuda")
   list(LENGTH sass count)
   cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)
   set(threads 1)  # Ninja runs a compiler for each file already
@@ -131,13 +131,13 @@ function(compile_cuda_kernels)
         "pyckpt: nvcc ${version} (${nvcc}) cannot compile for ${wanted}:\n${said}\nPYCKPT_CUDA_ARCHS chooses other architectures, "
         "CUDA_HOME another toolkit, CXX another host compiler; PYCKPT_CUDA=off builds without CUDA.")
   endif()
-  find_library(CUDART cudart_static PATHS "${toolkit}" PATH_SUFFIXES lib64 lib "targets/${CMAKE_SYSTEM_PROCESSOR}-linux/lib"
-               NO_DEFAULT_PATH)
+  find_file(CUDART libcudart_static.a PATHS "${toolkit}" NO_DEFAULT_PATH
+            PATH_SUFFIXES lib64 lib "targets/${CMAKE_HOST_SYSTEM_PROCESSOR}-linux/lib" targets/sbsa-linux/lib)
   if(NOT CUDART)
     message(FATAL_ERROR "pyckpt: no libcudart_static.a in ${toolkit}; install the toolkit's, or nvidia-cuda-runtime")
   endif()
 
-  file(GLOB sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/cuda/*.cu")
+  file(GLOB sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/cuda/*.cu")
   set(objects)
   foreach(source IN LISTS sources)
     get_filename_component(name "${source}" NAME_WE)
@@ -152,10 +152,9 @@ function(compile_cuda_kernels)
     list(APPEND objects "${object}")
   endforeach()
 
-  find_package(Threads REQUIRED)
   message(STATUS "CUDA kernels: nvcc ${version} (${nvcc}), sm_${sass}, PTX of compute_${ptx}")
-  set(CUDA_OBJECTS cuda/bindings.cpp ${objects} PARENT_SCOPE)
-  set(CUDA_LIBRARIES "${CUDART}" Threads::Threads ${CMAKE_DL_LIBS} rt PARENT_SCOPE)
+  set(CUDA_OBJECTS "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/cuda/bindings.cpp" ${objects} PARENT_SCOPE)
+  set(CUDA_LIBRARIES "${CUDART}" pthread dl rt PARENT_SCOPE)
   list(JOIN sass "," sass)
   list(JOIN ptx "," ptx)
   set(CUDA_DEFINITIONS PYCKPT_CUDA="${version}" PYCKPT_CUDA_SASS="${sass}" PYCKPT_CUDA_PTX="${ptx}" PARENT_SCOPE)

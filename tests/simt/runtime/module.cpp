@@ -1,5 +1,6 @@
 // The Python module: the kernels as pyckpt._C.cuda has them, and `simt`, which controls the emulator.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <string>
 
@@ -52,5 +53,8 @@ PYBIND11_MODULE(SIMT_MODULE, m) {
   control.def("allow", &shadow::allow, py::arg("address"), py::arg("bytes"), py::arg("name"), py::arg("writable"),
               py::arg("initialised"), "Memory that kernels may use.");
   control.def("forget", &shadow::forget, "Takes back what was allowed.");
+  control.def("leave_out", &leave_out, py::arg("file"), py::arg("line"),
+              "The barrier on that line does nothing from now on; line 0: all work.");
+  control.def("passed", &take_passed, "Files and lines of the barriers passed since the last call.");
   control.def("statistics", &take_statistics, "Work since the last call.");
 }
