@@ -154,10 +154,8 @@ def disabled() -> bool:
     return off
 
 
-OLDEST_TRITON, NEWEST_TRITON = (
-    (3, 6),
-    (3, 8),
-)  # minor versions that the tests are run with; older ones are refused
+# Minor versions that the tests are run with; older ones are refused.
+OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 8)
 
 
 @functools.cache
@@ -167,10 +165,8 @@ def triton_problem() -> str:
         return "Triton is not installed; pip install triton"
     try:
         version = metadata.version("triton")
-    except (
-        metadata.PackageNotFoundError
-    ):  # a distribution under another name: importing its kernels will tell
-        return ""
+    except metadata.PackageNotFoundError:
+        return ""  # a distribution under another name: importing its kernels will tell
     found = re.match(r"(\d+)\.(\d+)", version)
     if found and (int(found[1]), int(found[2])) < OLDEST_TRITON:
         return (

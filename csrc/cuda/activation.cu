@@ -30,6 +30,7 @@ static void with_activation(int op, const Body& body) {
   switch (op) {
     case kGeluErf: return body(GeluErf{});
     case kGeluTanh: return body(GeluTanh{});
+    case kGeluSigmoid: return body(GeluSigmoid{});
     case kSilu: return body(Silu{});
     default: return body(Relu{});
   }

@@ -18,17 +18,17 @@ class Kernels:
 
     backend: str
     module: Any
-    where: Callable[
-        [torch.Tensor], Any
-    ]  # the last argument of a call on a tensor: threads, or device and stream
-    partial_sums: Callable[
-        [torch.Tensor, int, int], torch.Tensor
-    ]  # (x, rows, columns): to be filled by norm_backward
+    #: The last argument of a call on a tensor: threads, or device and stream.
+    where: Callable[[torch.Tensor], Any]
+    #: (x, rows, columns) -> memory for norm_backward's sums: blocks x 2 x columns.
+    partial_sums: Callable[[torch.Tensor, int, int], torch.Tensor]
 
 
 def _cpu_partial_sums(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    # Blocks depend on the number of rows alone, so that sums do not depend on the number of threads.
-    return torch.empty((max(1, min(64, rows // 64)), 2, columns), dtype=torch.float64)
+    # Blocks depend on the shape alone, so that sums do not depend on the number of threads. A block's sums cost as much as some
+    # rows do: it has 32 or more, and work enough for a thread.
+    blocks = max(1, min(64, rows // 32, rows * columns // 16384))
+    return torch.empty((blocks, 2, columns), dtype=torch.float64)
 
 
 CPU = Kernels("cpu", backends.native, lambda _: torch.get_num_threads(), _cpu_partial_sums)

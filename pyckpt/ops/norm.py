@@ -131,11 +131,11 @@ def _bwd(
     weight, statistics = dense(weight), statistics.contiguous()
     # An empty tensor's address is 0, which tells the kernel that a gradient is not wanted.
     dx, dweight, dbias = _new_gradients(x, shape, weight, parameter_dtype, wanted)
-    partial = kernels.partial_sums(x, rows, columns) if wanted[1] or wanted[2] else None
+    sums = kernels.partial_sums(x, rows, columns) if wanted[1] or wanted[2] else None
     kernels.module.norm_backward(
         kind, code(x), DTYPES[parameter_dtype][0], rows, columns, eps, rows_of_x.data_ptr(), view,
         address(weight), rows_of_grad.data_ptr(), grad_view, statistics.data_ptr(), dx.data_ptr(),
-        dweight.data_ptr(), dbias.data_ptr(), address(partial), 1 if partial is None else partial.shape[0],
+        dweight.data_ptr(), dbias.data_ptr(), address(sums), 1 if sums is None else sums.shape[0],
         kernels.where(x),
     )  # fmt: skip
     return dx, dweight, dbias
