@@ -106,6 +106,9 @@ function(compile_cuda_kernels)
 
   set(flags -std=c++17 -O3 --fmad=false -ccbin "${CMAKE_CXX_COMPILER}" -Xcompiler -fPIC,-fvisibility=hidden
             -I "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/cuda")
+  if(version VERSION_GREATER_EQUAL 12.8)
+    list(APPEND flags --compress-mode=size)  # a quarter of the bytes
+  endif()
   list(LENGTH sass count)
   cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)
   set(threads 1)  # Ninja runs a compiler for each file already
