@@ -73,7 +73,7 @@ def check_statistics(kind: int, x: Tensor, rows: int, statistics: Tensor) -> Non
     if (
         statistics.shape != (STATISTICS[kind], rows)
         or statistics.dtype is not DTYPES[x.dtype][1]
-        or not statistics.is_cpu
+        or statistics.device != x.device
     ):
         raise refused(f"{describe('statistics', statistics)} are not those of {describe('x', x)}")
 
@@ -84,6 +84,6 @@ def check_grad(
     if not like(grad, x):
         raise refused(f"{describe('grad', grad)} does not fit {describe('x', x)}")
     if weight is not None and (
-        weight.dtype is not parameter_dtype or weight.shape != tuple(shape) or not weight.is_cpu
+        weight.dtype is not parameter_dtype or weight.shape != tuple(shape) or weight.device != x.device
     ):
         raise refused(f"{describe('weight', weight)} does not fit {describe('x', x)}")

@@ -63,7 +63,7 @@ def check_statistics(x: Tensor, statistics: Tensor) -> None:
     if (
         statistics.shape != statistics_shape(x)
         or statistics.dtype is not DTYPES[x.dtype][1]
-        or not statistics.is_cpu
+        or statistics.device != x.device
     ):
         raise refused(f"{describe('statistics', statistics)} are not those of {describe('x', x)}")
 

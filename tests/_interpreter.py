@@ -1,0 +1,56 @@
+"""Backend ``triton_interpreted``: the Triton kernels run by Triton's interpreter, on CPU tensors. For tests without a GPU."""
+
+import os
+
+import numpy as np
+import torch
+
+from pyckpt import backends
+from pyckpt.ops import _triton
+
+NAME = "triton_interpreted"
+
+
+def _to_bfloat16(single):
+    """Rounded to nearest even, as hardware does it; the interpreter cuts off. NaN stays NaN."""
+    bits = single.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(single), 0x7FFF, rounded).astype(np.uint16)
+
+
+def _as_hardware_does():
+    """The interpreter rounds where hardware does not, and otherwise than hardware does; both would be judged here."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast = InterpreterBuilder.cast_impl
+
+    def cast_impl(self, source, dtype):
+        pair = source.dtype.scalar, dtype.scalar
+        if pair == (tl.float32, tl.bfloat16):
+            return TensorHandle(_to_bfloat16(np.ascontiguousarray(source.data)), tl.bfloat16)
+        if pair == (tl.bfloat16, tl.float32):
+            return TensorHandle((source.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        return cast(self, source, dtype)
+
+    def create_fma(self, x, y, z):
+        if x.data.dtype == np.float32:
+            exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data
+            return TensorHandle(exact.astype(np.float32), z.dtype.scalar)
+        return TensorHandle(x.data * y.data + z.data, z.dtype.scalar)
+
+    InterpreterBuilder.cast_impl = cast_impl
+    InterpreterBuilder.create_fma = create_fma
+
+
+def register():
+    """Adds the backend; unavailable, with the reason, beside a GPU or without Triton. Before Triton is imported."""
+    if torch.cuda.is_available():
+        reason = "there is a GPU, on which backend triton runs"
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"
+        reason = _triton.problem()
+    if not reason:
+        _as_hardware_does()
+    backends.register(NAME, "cpu", reason)
+    _triton.register(NAME)
