@@ -99,6 +99,11 @@ def use(name: str) -> Iterator[None]:
         _local.forced = before
 
 
+def asked_for() -> bool:
+    """Whether :func:`use` or PYCKPT_BACKEND names a backend, rather than the device."""
+    return (_local.forced or _environment) is not None
+
+
 def select(device_type: str) -> str:
     """Name of the backend that serves tensors on `device_type` now."""
     forced = _local.forced or _environment

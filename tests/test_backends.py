@@ -84,3 +84,18 @@ def test_environment_chooses_the_backend():
             [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=100
         )
         assert done.stdout.strip() == name, done.stderr
+
+
+@pytest.mark.parametrize("function, elements", [(F.silu, 2**17), (F.softmax, 2**19), (F.relu, None)])
+def test_small_inputs_are_left_to_torch(function, elements, native):
+    """Where torch keeps the same bytes and a call of ours costs more than its kernel gains; not where a backend is asked for."""
+
+    def ours(count):
+        return "Function" in type(function(torch.randn(count, requires_grad=True)).grad_fn).__name__
+
+    if elements is None:
+        assert not ours(2**20)
+    else:
+        assert not ours(elements - 1) and ours(elements)
+    with backends.use("cpu"):
+        assert ours(8)

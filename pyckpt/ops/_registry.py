@@ -124,6 +124,12 @@ def backend_of(x: torch.Tensor) -> str:
     return backends.select("cpu" if x.is_cpu else x.device.type)  # torch.device.type costs seven times is_cpu
 
 
+def small(x: torch.Tensor, elements: int) -> bool:
+    """Whether to leave `x` to torch's own op, where that keeps the same bytes for backward: on the CPU below so many elements a
+    call of ours costs more than its kernel gains. Never where a backend is asked for by name."""
+    return x.numel() < elements and x.is_cpu and not backends.asked_for()
+
+
 def transformed() -> bool:
     """Whether torch.func transforms or forward-mode AD are at work."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -6,6 +6,7 @@ Double backward goes through torch's own differentiable backward formulas.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from ._registry import (
     lowered,
     needs_grad,
     refused,
+    small,
 )
 
 aten = torch.ops.aten
@@ -203,7 +205,7 @@ def silu(input: Tensor, inplace: bool = False) -> Tensor:
         input: any shape; float32, bfloat16, float16 or float64. 16-bit types are computed in float32.
         inplace: write the result into `input`; autograd then has to keep a copy of it, so this is torch's own function.
     """
-    if inplace or lowered(input):
+    if inplace or lowered(input) or small(input, 2**17):
         return by_torch(dtype_problem("silu", input), F.silu, input, inplace=inplace)
     return _apply(input, _SILU)
 
@@ -217,4 +219,7 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
     """
     if inplace or lowered(input):
         return by_torch(dtype_problem("relu", input), F.relu, input, inplace=inplace)
+    # In 32 bits both are copies, whatever the size. The bits are the same, so a region, where ours may keep less, can choose.
+    if not regions.stack and small(input, 2**17 if input.dtype.itemsize == 2 else sys.maxsize):
+        return F.relu(input)
     return _apply(input, _RELU)

@@ -123,8 +123,9 @@ def _cpu_bwd(
     weight, statistics = dense(weight), statistics.contiguous()
     # An empty tensor's address is 0, which tells the kernel that a gradient is not wanted.
     dx, dweight, dbias = _new_gradients(x, shape, weight, parameter_dtype, wanted)
-    # Blocks depend on the number of rows alone, so that sums do not depend on the number of threads.
-    blocks = max(1, min(64, rows // 64))
+    # Blocks depend on the shape alone, so that sums do not depend on the number of threads. A block's sums cost as much as some
+    # rows do: it has 32 or more, and work enough for a thread.
+    blocks = max(1, min(64, rows // 32, rows * columns // 16384))
     native.norm_backward(
         kind, code(x), DTYPES[parameter_dtype][0], rows, columns, eps, rows_of_x.data_ptr(), view,
         address(weight), rows_of_grad.data_ptr(), grad_view, statistics.data_ptr(), dx.data_ptr(),
