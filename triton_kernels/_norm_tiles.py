@@ -52,8 +52,6 @@ def parameter(pointer, columns, inside, F: tl.constexpr):
 @triton.jit
 def input_gradient(g, h, w, along, level, rstd):
     """rstd (g w - level - h along); w and level may be None."""
-    if level is None:
-        v = g if w is None else g * w
-    else:
-        v = g - level[:, None] if w is None else tl.fma(g, w, -level[:, None])
+    minus = tl.zeros_like(along)[:, None] if level is None else -level[:, None]
+    v = g + minus if w is None else tl.fma(g, w, minus)
     return rstd[:, None] * tl.fma(-h, along[:, None], v)

@@ -72,7 +72,16 @@ def quotient(e, total, inverse):
 
 @triton.jit
 def tile_factors(
-    seed, row, n, skipped, start, threshold, keep_scale, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    seed,
+    row,
+    n,
+    skipped,
+    start,
+    threshold,
+    keep_scale,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Dropout factors of a tile that begins `start` columns after the rows' tiles, which begin `skipped` before the rows."""
     return factors(seed, row * n - skipped + start, threshold, keep_scale, F, ROWS, COLUMNS)
@@ -85,3 +94,12 @@ def weighted(p, g, MASKED: tl.constexpr):
         return tl.where(p == 0.0, 0.0, p * g)
     else:
         return p * g
+
+
+@triton.jit
+def row_dot(p, g, MASKED: tl.constexpr, HALF: tl.constexpr):
+    """Sums of p g over rows. In float64 where that is seen: the sum's rounding reaches every element of the row."""
+    if not HALF:
+        return tl.sum(weighted(p.to(tl.float64), g.to(tl.float64), MASKED), axis=1).to(p.dtype)
+    else:
+        return tl.sum(weighted(p, g, MASKED), axis=1)

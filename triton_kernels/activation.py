@@ -10,8 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import arithmetic, launch, reciprocal
-from ._elementwise import BLOCK, WARPS, dense_like, element_indices, element_offsets, few_dims, padded, programs
+from ._common import arithmetic, exp_nonpositive, exp_square, is_half, launch, multiply_add, ratio
+from ._elementwise import (
+    BLOCK,
+    WARPS,
+    dense_like,
+    element_indices,
+    element_offsets,
+    few_dims,
+    padded,
+    programs,
+)
 
 GELU_ERF, GELU_TANH, SILU, RELU = 0, 1, 2, 3
 _LINEAR = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
@@ -19,19 +28,19 @@ _CUBIC = tl.constexpr(0.044715 * 1.5957691216057308)
 
 
 @triton.jit
-def _normal_single(a):
+def _normal_single(a, HALF: tl.constexpr):
     """Density and upper tail of the standard normal distribution at a >= 0, from one exponential: tail exp(a^2 / 2) is a
     polynomial in u = a / (1 + 0.3 a), after Abramowitz & Stegun 26.2.17."""
     a = tl.minimum(a, 13.2687)  # from where exp(-a^2 / 2) is no normal number any more
-    e = tl.exp2(a * a * -0.72134752)
-    u = a / tl.fma(a, tl.full(a.shape, 0.3, tl.float32), tl.full(a.shape, 1.0, tl.float32))
+    e = exp_square(a, HALF)
+    u = ratio(a, multiply_add(a, 0.3, 1.0), HALF)
     u2 = u * u
-    c0 = u * -3.989422632e-01 + 0.5
-    c2 = u * -1.888486881e-02 + 1.303171199e-01
-    c4 = u * 3.608655576e-04 + -4.546415615e-04
-    c6 = u * -1.129138536e-05 + 2.788451771e-05
+    c0 = multiply_add(u, -3.989422632e-01, 0.5)
+    c2 = multiply_add(u, -1.888486881e-02, 1.303171199e-01)
+    c4 = multiply_add(u, 3.608655576e-04, -4.546415615e-04)
+    c6 = multiply_add(u, -1.129138536e-05, 2.788451771e-05)
     p = tl.fma(tl.fma(tl.fma(c6, u2, c4), u2, c2), u2, c0)
-    return 0.398942280 * e, tl.where(a < 13.2687, p * e, 0.0)
+    return 0.398942280 * e, p * e
 
 
 @triton.jit
@@ -82,56 +91,65 @@ def _central_slope(s):
 
 
 @triton.jit
-def _normal(x):
+def _normal(x, HALF: tl.constexpr):
     """Density and distribution function of the standard normal distribution at x. Not NaN for NaN."""
     if x.dtype == tl.float64:
         density, tail = _normal_double(tl.abs(x))
         cdf = tl.where(tl.abs(x) < 1.0, x * _central_slope(x * x) + 0.5, tl.where(x > 0.0, 1.0 - tail, tail))
     else:
-        density, tail = _normal_single(tl.abs(x))
+        density, tail = _normal_single(tl.abs(x), HALF)
         cdf = tl.where(x > 0.0, 1.0 - tail, tail)
     return density, cdf
 
 
 @triton.jit
-def _sigmoid(x):
+def _sigmoid(x, HALF: tl.constexpr):
     """sigmoid(x) and its derivative, from exp(-|x|): no overflow, and no cancellation on either side."""
-    e = tl.exp(-tl.abs(x))
-    large = reciprocal(1.0 + e)
+    e = exp_nonpositive(-tl.abs(x), HALF)
+    large = ratio(tl.full(x.shape, 1.0, x.dtype), 1.0 + e, HALF)
     small = e * large
     return tl.where(x < 0.0, small, large), small * large
 
 
 @triton.jit
-def _twice_u(x):
-    """2 sqrt(2 / pi) (x + 0.044715 x^3): GELU's tanh form is x sigmoid of this."""
-    return x * (x * x * _CUBIC + _LINEAR)
+def _times_sigmoid(x, z, HALF: tl.constexpr):
+    """x sigmoid(z), with fewer roundings than by way of the sigmoid."""
+    e = exp_nonpositive(-tl.abs(z), HALF)
+    return ratio(tl.where(z < 0.0, x * e, x), 1.0 + e, HALF)
 
 
 @triton.jit
-def _value(x, OP: tl.constexpr):
+def _twice_u(x):
+    """2 sqrt(2 / pi) (x + 0.044715 x^3): GELU's tanh form is x sigmoid of this."""
+    return x * multiply_add(x * x, _CUBIC, _LINEAR)
+
+
+@triton.jit
+def _value(x, OP: tl.constexpr, HALF: tl.constexpr):
     """The factor x brings in NaN, and infinity times zero where torch.nn has it too."""
     if OP == 0:
-        return x * _normal(x)[1]
+        return x * _normal(x, HALF)[1]
     elif OP == 1:
-        return x * _sigmoid(_twice_u(x))[0]
+        return _times_sigmoid(x, _twice_u(x), HALF)
     elif OP == 2:
-        return x * _sigmoid(x)[0]
+        return _times_sigmoid(x, x, HALF)
     else:
         return tl.where(x < 0.0, 0.0, x)
 
 
 @triton.jit
-def _gradient(grad, x, OP: tl.constexpr):
+def _gradient(grad, x, OP: tl.constexpr, HALF: tl.constexpr):
     if OP == 0:
-        density, cdf = _normal(x)
+        density, cdf = _normal(x, HALF)
         return grad * tl.fma(x, density, cdf)
     elif OP == 1:
-        value, slope = _sigmoid(_twice_u(x))
-        du = tl.minimum(x * x, 1e4) * (3 * _CUBIC) + _LINEAR  # bounded: the sigmoid is saturated there
+        value, slope = _sigmoid(_twice_u(x), HALF)
+        du = multiply_add(
+            tl.minimum(x * x, 1e4), 3 * _CUBIC, _LINEAR
+        )  # bounded: the sigmoid is saturated there
         return grad * tl.fma(x * slope, du, value)
     elif OP == 2:
-        value, slope = _sigmoid(x)
+        value, slope = _sigmoid(x, HALF)
         return grad * tl.fma(x, slope, value)
     else:
         return tl.where(x <= 0.0, 0.0, grad)
@@ -143,7 +161,7 @@ def _forward(x, y, n, OP: tl.constexpr, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     inside = i < n - start
-    value = _value(tl.load(x + start + i, mask=inside, other=0.0).to(F), OP)
+    value = _value(tl.load(x + start + i, mask=inside, other=0.0).to(F), OP, is_half(x))
     tl.store(y + start + i, value.to(y.dtype.element_ty), mask=inside)
 
 
@@ -154,7 +172,7 @@ def _backward(grad, x, dx, n, OP: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     inside = i < n - start
     g = tl.load(grad + start + i, mask=inside, other=0.0).to(F)
-    value = _gradient(g, tl.load(x + start + i, mask=inside, other=0.0).to(F), OP)
+    value = _gradient(g, tl.load(x + start + i, mask=inside, other=0.0).to(F), OP, is_half(x))
     tl.store(dx + start + i, value.to(dx.dtype.element_ty), mask=inside)
 
 
@@ -164,11 +182,15 @@ def _forward_strided(
 ):
     F: tl.constexpr = arithmetic(x)
     i = element_indices(n, BLOCK, WIDE)
-    value = _value(tl.load(x + element_offsets(i, n1, n2, x0, x1, x2), mask=i < n, other=0.0).to(F), OP)
+    value = _value(
+        tl.load(x + element_offsets(i, n1, n2, x0, x1, x2), mask=i < n, other=0.0).to(F), OP, is_half(x)
+    )
     tl.store(y + element_offsets(i, n1, n2, y0, y1, y2), value.to(y.dtype.element_ty), mask=i < n)
 
 
-@triton.jit(do_not_specialize_on_alignment=["n", "n1", "n2", "g0", "g1", "g2", "x0", "x1", "x2", "y0", "y1", "y2"])
+@triton.jit(
+    do_not_specialize_on_alignment=["n", "n1", "n2", "g0", "g1", "g2", "x0", "x1", "x2", "y0", "y1", "y2"]
+)
 def _backward_strided(
     grad, x, dx, n, n1, n2, g0, g1, g2, x0, x1, x2, y0, y1, y2,
     OP: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
@@ -176,7 +198,9 @@ def _backward_strided(
     F: tl.constexpr = arithmetic(x)
     i = element_indices(n, BLOCK, WIDE)
     g = tl.load(grad + element_offsets(i, n1, n2, g0, g1, g2), mask=i < n, other=0.0).to(F)
-    value = _gradient(g, tl.load(x + element_offsets(i, n1, n2, x0, x1, x2), mask=i < n, other=0.0).to(F), OP)
+    value = _gradient(
+        g, tl.load(x + element_offsets(i, n1, n2, x0, x1, x2), mask=i < n, other=0.0).to(F), OP, is_half(x)
+    )
     tl.store(dx + element_offsets(i, n1, n2, y0, y1, y2), value.to(dx.dtype.element_ty), mask=i < n)
 
 

@@ -22,19 +22,41 @@ def _forward(x, y, n, seed, threshold, keep_scale, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     inside = i < n - start
-    factor = factors(seed, start + tl.zeros((1,), tl.int64), threshold, keep_scale, F, 1, BLOCK).reshape(BLOCK)
+    factor = factors(seed, start + tl.zeros((1,), tl.int64), threshold, keep_scale, F, 1, BLOCK).reshape(
+        BLOCK
+    )
     value = tl.load(x + start + i, mask=inside, other=0.0).to(F) * factor
     tl.store(y + start + i, value.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["threshold", "keep_scale"], do_not_specialize_on_alignment=["n", "n1", "n2", "x0", "x1", "x2", "y0", "y1", "y2"])
+@triton.jit(
+    do_not_specialize=["threshold", "keep_scale"],
+    do_not_specialize_on_alignment=["n", "n1", "n2", "x0", "x1", "x2", "y0", "y1", "y2"],
+)
 def _forward_strided(
-    x, y, n, seed, threshold, keep_scale, n1, n2, x0, x1, x2, y0, y1, y2, BLOCK: tl.constexpr, WIDE: tl.constexpr
+    x,
+    y,
+    n,
+    seed,
+    threshold,
+    keep_scale,
+    n1,
+    n2,
+    x0,
+    x1,
+    x2,
+    y0,
+    y1,
+    y2,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     F: tl.constexpr = arithmetic(x)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i = element_indices(n, BLOCK, WIDE)
-    factor = factors(seed, start + tl.zeros((1,), tl.int64), threshold, keep_scale, F, 1, BLOCK).reshape(BLOCK)
+    factor = factors(seed, start + tl.zeros((1,), tl.int64), threshold, keep_scale, F, 1, BLOCK).reshape(
+        BLOCK
+    )
     value = tl.load(x + element_offsets(i, n1, n2, x0, x1, x2), mask=i < n, other=0.0).to(F) * factor
     tl.store(y + element_offsets(i, n1, n2, y0, y1, y2), value.to(y.dtype.element_ty), mask=i < n)
 

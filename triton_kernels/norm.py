@@ -14,16 +14,32 @@ Rows: row i of x starts at (i // inner) * outer stride + (i % inner) * inner str
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import norm_long
-from ._common import MAX_GRID, WIDEST, arithmetic, bits, divide, divide_up, double, launch, square_root, tile
+from ._common import (
+    MAX_GRID,
+    WIDEST,
+    arithmetic,
+    bits,
+    divide,
+    divide_up,
+    double,
+    is_half,
+    launch,
+    row_sum,
+    square_root,
+    tile,
+)
 from ._norm_tiles import affine, input_gradient, normalised, parameter, read_statistics, row_offsets
 
 LAYER, RMS = 0, 1
-BLOCKS = 264  # of rows, whose parameter gradients one program sums: two for each multiprocessor of an H100 or H200
+BLOCKS = (
+    264  # of rows, whose parameter gradients one program sums: two for each multiprocessor of an H100 or H200
+)
 RowView = tuple[int, int, int]  # inner, outer stride, inner stride
 
 
@@ -33,6 +49,7 @@ def _forward(
     LAYER: tl.constexpr, RECOMPUTE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     F: tl.constexpr = arithmetic(x)
+    HALF: tl.constexpr = is_half(x)
     row = (tl.program_id(0).to(tl.int64) + first) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     exists = row < rows
@@ -44,15 +61,15 @@ def _forward(
     else:
         count = (n + tl.zeros((ROWS,), tl.int32)).to(F)
         if LAYER:
-            mean = divide(tl.sum(value, axis=1), count)
+            mean = divide(row_sum(value, HALF), count)
             d = tl.where(inside, value - mean[:, None], 0.0)
-            residual = divide(tl.sum(d, axis=1), count)
-            variance = divide(tl.sum(d * d, axis=1), count) - residual * residual
+            residual = divide(row_sum(d, HALF), count)
+            variance = divide(row_sum(d * d, HALF), count) - residual * residual
             variance = tl.where(variance < 0.0, 0.0, variance)
             tl.store(statistics + row, mean, mask=exists)
             tl.store(statistics + row + rows, residual, mask=exists)
         else:
-            variance = divide(tl.sum(value * value, axis=1), count)
+            variance = divide(row_sum(value * value, HALF), count)
         rstd = divide(tl.full((ROWS,), 1.0, F), square_root(variance + double(eps, F)))
         if LAYER:
             shift = -(residual * rstd)
@@ -95,7 +112,10 @@ def load_rows(x, row, rows, inner, outer_stride, inner_stride, column, n):
     return tl.load(x + source, mask=(row < rows)[:, None] & (column < n)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["rows", "eps", "tiles", "first"], do_not_specialize_on_alignment=["inner", "grad_inner"])
+@triton.jit(
+    do_not_specialize=["rows", "eps", "tiles", "first"],
+    do_not_specialize_on_alignment=["inner", "grad_inner"],
+)
 def _backward(
     grad, x, weight, statistics, dx, partial, rows, n, inner, outer_stride, inner_stride, grad_inner,
     grad_outer_stride, grad_inner_stride, eps, tiles, first, LAYER: tl.constexpr, ONE: tl.constexpr,
@@ -106,7 +126,8 @@ def _backward(
     before it is worked on.
     """
     F: tl.constexpr = arithmetic(x)
-    block = (tl.program_id(0).to(tl.int64) + first)
+    HALF: tl.constexpr = is_half(x)
+    block = tl.program_id(0).to(tl.int64) + first
     column = tl.arange(0, COLUMNS)
     w = parameter(weight, column, column < n, F)
     count = (n + tl.zeros((ROWS,), tl.int32)).to(F)
@@ -126,24 +147,26 @@ def _backward(
         h = normalised(value, mean, rstd, shift)
         if dx is not None:
             v = g if w is None else g * w
-            if ONE:  # LayerNorm: constant, gradient 0 (NaN where x is). RMSNorm: v (1 - h^2), without cancellation
+            if (
+                ONE
+            ):  # LayerNorm: constant, gradient 0 (NaN where x is). RMSNorm: v (1 - h^2), without cancellation
                 r = rstd[:, None]
                 out = 0.0 * r + tl.zeros_like(v) if LAYER else v * double(eps, F) * r * r * r
             else:
-                along = divide(tl.sum(v * h, axis=1), count)  # v is 0 where a row has ended
-                level = divide(tl.sum(v, axis=1), count) if LAYER else None
+                along = divide(row_sum(v * h, HALF), count)  # v is 0 where a row has ended
+                level = divide(row_sum(v, HALF), count) if LAYER else None
                 out = input_gradient(g, h, w, along, level, rstd)
             inside = exists[:, None] & (column < n)[None, :]
             tl.store(dx + row[:, None] * n + column[None, :], out.to(dx.dtype.element_ty), mask=inside)
         if partial is not None:
-            dweight += g * h
+            dweight = tl.fma(g, h, dweight)
             if LAYER:
                 dbias += g
     if partial is not None:
-        tl.store(partial + block * n + column, tl.sum(dweight, axis=0), mask=column < n)
+        tl.store(partial + block * n + column, column_sum(dweight, HALF), mask=column < n)
         if LAYER:
             block += tl.num_programs(0)
-            tl.store(partial + block * n + column, tl.sum(dbias, axis=0), mask=column < n)
+            tl.store(partial + block * n + column, column_sum(dbias, HALF), mask=column < n)
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -155,7 +178,9 @@ def _add_blocks(partial, dweight, dbias, blocks, n, COLUMNS: tl.constexpr, STEP:
     for start in range(0, blocks, STEP):
         block = start + tl.arange(0, STEP)
         inside = (block < blocks)[:, None] & (column < n)[None, :]
-        total += tl.load(partial + (which * blocks + block)[:, None] * n + column[None, :], mask=inside, other=0.0)
+        total += tl.load(
+            partial + (which * blocks + block)[:, None] * n + column[None, :], mask=inside, other=0.0
+        )
     gradient = tl.sum(total, axis=0)
     if which == 0:
         if dweight is not None:
@@ -185,7 +210,9 @@ def backward(
     if n > WIDEST:
         blocks = min(norm_long.BLOCKS, divide_up(rows, norm_long.ROWS)) if wants_parameters else 0
     planes = 2 if kind == LAYER else 1
-    partial = statistics.new_empty((planes, blocks, n)) if wants_parameters else None
+    # What is rounded to 16 bits in the end is summed in float32.
+    sums = torch.float32 if x.dtype.itemsize == 2 else torch.float64
+    partial = statistics.new_empty((planes, blocks, n), dtype=sums) if wants_parameters else None
     operands = grad, x, weight, statistics, dx, partial, rows, n, *view, *grad_view, bits(eps)
     if n > WIDEST:
         norm_long.backward(blocks, x, operands, kind == LAYER)

@@ -12,11 +12,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import MAX_GRID, PIECE, arithmetic, divide, divide_up, double, launch, square_root
+from ._common import (
+    MAX_GRID,
+    PIECE,
+    arithmetic,
+    divide,
+    divide_up,
+    double,
+    is_half,
+    launch,
+    row_sum,
+    square_root,
+)
 from ._norm_tiles import affine, input_gradient, normalised, parameter, read_statistics, row_offsets
 
 WARPS = 8
-BLOCKS, ROWS, COLUMNS = 64, 8, 256  # of the kernel for parameter gradients: blocks of rows at most; the tile of one step
+BLOCKS, ROWS, COLUMNS = (
+    64,
+    8,
+    256,
+)  # of the kernel for parameter gradients: blocks of rows at most; the tile of one step
 
 
 @triton.jit(do_not_specialize=["rows", "eps", "first"], do_not_specialize_on_alignment=["inner"])
@@ -25,6 +40,7 @@ def _forward(
     LAYER: tl.constexpr, RECOMPUTE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     F: tl.constexpr = arithmetic(x)
+    HALF: tl.constexpr = is_half(x)
     row = (tl.program_id(0).to(tl.int64) + first) + tl.zeros((1,), tl.int64)
     exists = row < rows
     source = x + row_offsets(row, inner, outer_stride, inner_stride)[:, None]
@@ -37,7 +53,7 @@ def _forward(
             for start in range(0, n, COLUMNS):
                 column = start + tl.arange(0, COLUMNS)[None, :]
                 total += tl.load(source + column, mask=column < n, other=0.0).to(F)
-            mean = divide(tl.sum(total, axis=1), count)
+            mean = divide(row_sum(total, HALF), count)
         else:
             mean = tl.zeros((1,), F)
         deviation = tl.zeros((1, COLUMNS), F)
@@ -49,9 +65,9 @@ def _forward(
                 value = tl.where(column < n, value - mean[:, None], 0.0)
                 deviation += value
             squares = tl.fma(value, value, squares)
-        variance = divide(tl.sum(squares, axis=1), count)
+        variance = divide(row_sum(squares, HALF), count)
         if LAYER:
-            residual = divide(tl.sum(deviation, axis=1), count)
+            residual = divide(row_sum(deviation, HALF), count)
             variance = variance - residual * residual
             variance = tl.where(variance < 0.0, 0.0, variance)
             tl.store(statistics + row, mean)
@@ -84,6 +100,7 @@ def _backward(
     grad_inner_stride, first, LAYER: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     F: tl.constexpr = arithmetic(x)
+    HALF: tl.constexpr = is_half(x)
     row = (tl.program_id(0).to(tl.int64) + first) + tl.zeros((1,), tl.int64)
     x += row_offsets(row, inner, outer_stride, inner_stride)[:, None]
     grad += row_offsets(row, grad_inner, grad_outer_stride, grad_inner_stride)[:, None]
@@ -101,8 +118,8 @@ def _backward(
         if LAYER:
             level += v
     count = (n + tl.zeros((1,), tl.int32)).to(F)
-    along = divide(tl.sum(along, axis=1), count)
-    level = divide(tl.sum(level, axis=1), count) if LAYER else None
+    along = divide(row_sum(along, HALF), count)
+    level = divide(row_sum(level, HALF), count) if LAYER else None
     for start in range(0, n, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = column < n
@@ -118,6 +135,7 @@ def _parameter_gradients(
     grad_inner_stride, steps, LAYER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     F: tl.constexpr = arithmetic(x)
+    HALF: tl.constexpr = is_half(x)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     block = tl.program_id(1).to(tl.int64)
     dweight = tl.zeros((ROWS, COLUMNS), F)
@@ -133,10 +151,10 @@ def _parameter_gradients(
         mean, rstd, shift = read_statistics(statistics, row, rows, exists, LAYER)
         dweight = tl.fma(g, normalised(value, mean, rstd, shift), dweight)
         dbias += g
-    tl.store(partial + block * n + column, tl.sum(dweight, axis=0), mask=column < n)
+    tl.store(partial + block * n + column, column_sum(dweight, HALF), mask=column < n)
     if LAYER:
         block += tl.num_programs(1)
-        tl.store(partial + block * n + column, tl.sum(dbias, axis=0), mask=column < n)
+        tl.store(partial + block * n + column, column_sum(dbias, HALF), mask=column < n)
 
 
 def backward(blocks: int, x: Tensor, operands: tuple[Any, ...], layer: bool) -> None:

@@ -1,9 +1,9 @@
 """Softmax over the last dimension of scale * x + mask, with causal limit and dropout, in one pass over memory.
 
-Without dropout, backward reads the output (which a following matrix product keeps anyway). With dropout it reads x and two numbers
-a row, the maximum and the sum: the probabilities, the mask and their product are never stored. Forward moves 2 elements per element
-(and the mask), backward 3. A program holds a tile of whole rows in registers; longer rows are gone through twice, the maximum and
-the sum being found together (softmax_long.py).
+Without dropout, backward reads the output (which a following matrix product keeps anyway). With dropout it reads x and two
+numbers a row, the maximum and the sum: the probabilities, the mask and their product are never stored. Forward moves 2 elements
+per element (and the mask), backward 3. A program holds a tile of whole rows in registers; longer rows are gone through twice, the
+maximum and the sum being found together (softmax_long.py).
 """
 
 from __future__ import annotations
@@ -15,13 +15,26 @@ import triton.language as tl
 from torch import Tensor
 
 from . import softmax_long
-from ._common import MAX_GRID, WIDEST, arithmetic, bits, divide_up, double, launch, tile
+from ._common import (
+    MAX_GRID,
+    WIDEST,
+    arithmetic,
+    bits,
+    divide_up,
+    double,
+    exp_nonpositive,
+    is_half,
+    launch,
+    row_sum,
+    tile,
+)
 from ._philox import rule
 from ._softmax_tiles import (
     inverse_of,
     lead,
     load_scores,
     quotient,
+    row_dot,
     row_offsets,
     tile_factors,
     visible_columns,
@@ -29,13 +42,17 @@ from ._softmax_tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["rows", "scale", "causal", "threshold", "keep_scale", "first"], do_not_specialize_on_alignment=["n1", "n2", "step"])
+@triton.jit(
+    do_not_specialize=["rows", "scale", "causal", "threshold", "keep_scale", "first"],
+    do_not_specialize_on_alignment=["n1", "n2", "step"],
+)
 def _forward(
     x, mask, y, statistics, seed, rows, n, n1, n2, x0, x1, x2, m0, m1, m2, step, scale, causal, threshold,
     keep_scale, first, BOOLEAN: tl.constexpr, FOURS: tl.constexpr, RECOMPUTE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     F: tl.constexpr = arithmetic(x)
+    HALF: tl.constexpr = is_half(x)
     row = (tl.program_id(0).to(tl.int64) + first) * ROWS + tl.arange(0, ROWS)
     skipped = lead(row, n, seed is not None, FOURS)
     column = tl.arange(0, COLUMNS)[None, :] - skipped[:, None]
@@ -47,11 +64,11 @@ def _forward(
     if RECOMPUTE:
         top = tl.load(statistics + row, mask=row < rows, other=0.0)
         total = tl.load(statistics + row + rows, mask=row < rows, other=0.0)
-        e = tl.exp(score - top[:, None])
+        e = exp_nonpositive(score - top[:, None], HALF)
     else:
         top = tl.where(tl.max(keep.to(tl.int32), axis=1) > 0, tl.max(score, axis=1), 0.0)
-        e = tl.exp(score - top[:, None])
-        total = tl.sum(tl.where(inside, e, 0.0), axis=1)
+        e = exp_nonpositive(score - top[:, None], HALF)
+        total = row_sum(tl.where(inside, e, 0.0), HALF)
         tl.store(statistics + row, top, mask=row < rows)
         tl.store(statistics + row + rows, total, mask=row < rows)
     out = quotient(e, total, inverse_of(total))
@@ -118,6 +135,7 @@ def _backward(
 ):  # fmt: skip
     """dx = scale p (g - sum(g p)) from the output."""
     F: tl.constexpr = arithmetic(y)
+    HALF: tl.constexpr = is_half(y)
     row = (tl.program_id(0).to(tl.int64) + first) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows)[:, None] & (column < n)
@@ -125,12 +143,15 @@ def _backward(
     p = tl.load(y + own, mask=inside, other=0.0).to(F)
     grad += row_offsets(row, n1, n2, g0, g1, g2)[:, None]
     g = tl.load(grad + column, mask=inside, other=0.0).to(F)
-    dot = tl.sum(weighted(p, g, MASKED), axis=1)
+    dot = row_dot(p, g, MASKED, HALF)
     out = weighted(p, g - dot[:, None], MASKED) * double(scale, F)
     tl.store(dx + own, out.to(dx.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "scale", "causal", "threshold", "keep_scale", "first", "grad_scale"], do_not_specialize_on_alignment=["n1", "n2", "step"])
+@triton.jit(
+    do_not_specialize=["rows", "scale", "causal", "threshold", "keep_scale", "first", "grad_scale"],
+    do_not_specialize_on_alignment=["n1", "n2", "step"],
+)
 def _dropout_backward(
     grad, x, mask, dx, statistics, seed, rows, n, n1, n2, x0, x1, x2, m0, m1, m2, step, scale, causal, threshold,
     keep_scale, g0, g1, g2, grad_scale, first, BOOLEAN: tl.constexpr, FOURS: tl.constexpr, MASKED: tl.constexpr,
@@ -138,6 +159,7 @@ def _dropout_backward(
 ):  # fmt: skip
     """The same with g times the dropout factors and p formed again, from x and the statistics."""
     F: tl.constexpr = arithmetic(x)
+    HALF: tl.constexpr = is_half(x)
     row = (tl.program_id(0).to(tl.int64) + first) * ROWS + tl.arange(0, ROWS)
     skipped = lead(row, n, True, FOURS)
     column = tl.arange(0, COLUMNS)[None, :] - skipped[:, None]
@@ -148,11 +170,11 @@ def _dropout_backward(
     score, _ = load_scores(x, mask, column, step, inside, double(scale, F), F, BOOLEAN)
     top = tl.load(statistics + row, mask=row < rows, other=0.0)
     total = tl.load(statistics + row + rows, mask=row < rows, other=0.0)
-    p = tl.where(inside, quotient(tl.exp(score - top[:, None]), total, inverse_of(total)), 0.0)
+    p = tl.where(inside, quotient(exp_nonpositive(score - top[:, None], HALF), total, inverse_of(total)), 0.0)
     grad += row_offsets(row, n1, n2, g0, g1, g2)[:, None]
     g = tl.load(grad + column, mask=inside, other=0.0).to(F)
     g *= tile_factors(seed, row, n, skipped, 0, threshold, keep_scale, F, ROWS, COLUMNS)
-    dot = tl.sum(weighted(p, g, MASKED), axis=1)
+    dot = row_dot(p, g, MASKED, HALF)
     out = weighted(p, g - dot[:, None], MASKED) * double(grad_scale, F)
     exists = (row < rows)[:, None] & (column >= 0) & (column < n)
     out = tl.where(inside, out, 0.0).to(dx.dtype.element_ty)
@@ -177,7 +199,12 @@ def backward(scores: Scores, grad: Tensor, y: Tensor, dx: Tensor, masked: bool, 
 
 
 def dropout_backward(
-    scores: Scores, grad: Tensor, grad_strides: tuple[int, int, int], dx: Tensor, statistics: Tensor, grad_scale: float
+    scores: Scores,
+    grad: Tensor,
+    grad_strides: tuple[int, int, int],
+    dx: Tensor,
+    statistics: Tensor,
+    grad_scale: float,
 ) -> None:
     """dx (contiguous) from x and the statistics."""
     rows, n = statistics.shape[-1], dx.shape[-1]

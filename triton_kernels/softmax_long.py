@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import MAX_GRID, PIECE, arithmetic, double, launch
+from ._common import MAX_GRID, PIECE, arithmetic, double, exp_nonpositive, is_half, launch, row_sum
 from ._softmax_tiles import (
     inverse_of,
     lead,
     load_scores,
     quotient,
+    row_dot,
     row_offsets,
     tile_factors,
     visible_columns,
@@ -28,17 +29,21 @@ WARPS = 8
 
 
 @triton.jit
-def _relative(score, top):
+def _relative(score, top, HALF: tl.constexpr):
     """exp(score - top), 1 where they are equal: they may both be infinite."""
-    return tl.where(score == top, 1.0, tl.exp(score - top))
+    return tl.where(score == top, 1.0, exp_nonpositive(score - top, HALF))
 
 
-@triton.jit(do_not_specialize=["rows", "scale", "causal", "threshold", "keep_scale", "first"], do_not_specialize_on_alignment=["n1", "n2", "step"])
+@triton.jit(
+    do_not_specialize=["rows", "scale", "causal", "threshold", "keep_scale", "first"],
+    do_not_specialize_on_alignment=["n1", "n2", "step"],
+)
 def _forward(
     x, mask, y, statistics, seed, rows, n, n1, n2, x0, x1, x2, m0, m1, m2, step, scale, causal, threshold,
     keep_scale, first, BOOLEAN: tl.constexpr, FOURS: tl.constexpr, RECOMPUTE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     F: tl.constexpr = arithmetic(x)
+    HALF: tl.constexpr = is_half(x)
     row = tl.program_id(0).to(tl.int64) + first + tl.zeros((1,), tl.int64)
     skipped = lead(row, n, seed is not None, FOURS)
     lanes = tl.arange(0, COLUMNS)[None, :] - skipped[:, None]
@@ -61,12 +66,12 @@ def _forward(
             score, keep = load_scores(x, mask, column, step, inside, factor, F, BOOLEAN)
             higher = tl.where(score > high, score, high)  # NaN is left out
             # What is hidden adds nothing; a score of -inf that is kept, 0 or (infinity by infinity) what comes of it at the end.
-            add = tl.where(keep & (score != float("-inf")), tl.exp(score - higher), 0.0)
-            sums = tl.fma(sums, _relative(high, higher), add)
+            add = tl.where(keep & (score != float("-inf")), exp_nonpositive(score - higher, HALF), 0.0)
+            sums = tl.fma(sums, _relative(high, higher, HALF), add)
             high = higher
             kept |= keep.to(tl.int32)
         top = tl.max(high, axis=1)
-        total = tl.sum(sums * _relative(high, top[:, None]), axis=1)
+        total = row_sum(sums * _relative(high, top[:, None], HALF), HALF)
         top = tl.where(tl.max(kept, axis=1) > 0, top, 0.0)
         tl.store(statistics + row, top)
         tl.store(statistics + row + rows, total)
@@ -75,7 +80,7 @@ def _forward(
         column = lanes + start
         inside = (column >= 0) & (column < visible)
         score, _ = load_scores(x, mask, column, step, inside, factor, F, BOOLEAN)
-        out = quotient(tl.exp(score - top[:, None]), total, inverse)
+        out = quotient(exp_nonpositive(score - top[:, None], HALF), total, inverse)
         if seed is not None:
             out *= tile_factors(seed, row, n, skipped, start, threshold, keep_scale, F, 1, COLUMNS)
         out = tl.where(inside, out, 0.0).to(y.dtype.element_ty)
@@ -93,17 +98,19 @@ def _backward(
     grad, y, dx, rows, n, n1, n2, g0, g1, g2, scale, first, MASKED: tl.constexpr, COLUMNS: tl.constexpr
 ):
     F: tl.constexpr = arithmetic(y)
+    HALF: tl.constexpr = is_half(y)
     row = tl.program_id(0).to(tl.int64) + first + tl.zeros((1,), tl.int64)
     grad += row_offsets(row, n1, n2, g0, g1, g2)[:, None]
     y += row[:, None] * n
     dx += row[:, None] * n
-    sums = tl.zeros((1, COLUMNS), F)
+    SUM: tl.constexpr = F if HALF else tl.float64
+    sums = tl.zeros((1, COLUMNS), SUM)
     for start in range(0, n, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
         p = tl.load(y + column, mask=column < n, other=0.0).to(F)
         g = tl.load(grad + column, mask=column < n, other=0.0).to(F)
-        sums += weighted(p, g, MASKED)
-    dot = tl.sum(sums, axis=1)
+        sums += weighted(p.to(SUM), g.to(SUM), MASKED)
+    dot = tl.sum(sums, axis=1).to(F)
     for start in range(0, n, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
         p = tl.load(y + column, mask=column < n, other=0.0).to(F)
@@ -118,13 +125,17 @@ def backward(rows: int, y: Tensor, arguments: tuple[Any, ...], masked: bool) -> 
         launch(_backward, programs, y, *arguments, first, MASKED=masked, COLUMNS=PIECE, num_warps=WARPS)
 
 
-@triton.jit(do_not_specialize=["rows", "scale", "causal", "threshold", "keep_scale", "first", "grad_scale"], do_not_specialize_on_alignment=["n1", "n2", "step"])
+@triton.jit(
+    do_not_specialize=["rows", "scale", "causal", "threshold", "keep_scale", "first", "grad_scale"],
+    do_not_specialize_on_alignment=["n1", "n2", "step"],
+)
 def _dropout_backward(
     grad, x, mask, dx, statistics, seed, rows, n, n1, n2, x0, x1, x2, m0, m1, m2, step, scale, causal, threshold,
     keep_scale, g0, g1, g2, grad_scale, first, BOOLEAN: tl.constexpr, FOURS: tl.constexpr, MASKED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     F: tl.constexpr = arithmetic(x)
+    HALF: tl.constexpr = is_half(x)
     row = tl.program_id(0).to(tl.int64) + first + tl.zeros((1,), tl.int64)
     skipped = lead(row, n, True, FOURS)
     lanes = tl.arange(0, COLUMNS)[None, :] - skipped[:, None]
@@ -138,21 +149,22 @@ def _dropout_backward(
     top = tl.load(statistics + row)
     total = tl.load(statistics + row + rows)
     inverse = inverse_of(total)
-    sums = tl.zeros((1, COLUMNS), F)
+    SUM: tl.constexpr = F if HALF else tl.float64
+    sums = tl.zeros((1, COLUMNS), SUM)
     for start in range(0, end, COLUMNS):
         column = lanes + start
         inside = (column >= 0) & (column < visible)
         score, _ = load_scores(x, mask, column, step, inside, factor, F, BOOLEAN)
-        p = tl.where(inside, quotient(tl.exp(score - top[:, None]), total, inverse), 0.0)
+        p = tl.where(inside, quotient(exp_nonpositive(score - top[:, None], HALF), total, inverse), 0.0)
         g = tl.load(grad + column, mask=inside, other=0.0).to(F)
         g *= tile_factors(seed, row, n, skipped, start, threshold, keep_scale, F, 1, COLUMNS)
-        sums += weighted(p, g, MASKED)
-    dot = tl.sum(sums, axis=1)
+        sums += weighted(p.to(SUM), g.to(SUM), MASKED)
+    dot = tl.sum(sums, axis=1).to(F)
     for start in range(0, end, COLUMNS):
         column = lanes + start
         inside = (column >= 0) & (column < visible)
         score, _ = load_scores(x, mask, column, step, inside, factor, F, BOOLEAN)
-        p = quotient(tl.exp(score - top[:, None]), total, inverse)
+        p = quotient(exp_nonpositive(score - top[:, None], HALF), total, inverse)
         g = tl.load(grad + column, mask=inside, other=0.0).to(F)
         g *= tile_factors(seed, row, n, skipped, start, threshold, keep_scale, F, 1, COLUMNS)
         out = weighted(p, g - dot[:, None], MASKED) * double(grad_scale, F)

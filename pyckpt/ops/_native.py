@@ -33,7 +33,7 @@ def strided(grad: torch.Tensor) -> torch.Tensor:
 
 def like(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether a kernel may read the strided `a` where it expects a tensor of b's shape and dtype."""
-    return a.dtype is b.dtype and a.shape == b.shape and (a.is_cpu and b.is_cpu or a.device == b.device)
+    return a.dtype is b.dtype and a.shape == b.shape and ((a.is_cpu and b.is_cpu) or a.device == b.device)
 
 
 def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:

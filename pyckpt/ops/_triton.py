@@ -1,4 +1,4 @@
-"""The ops' kernels on backend ``triton``: from tensors to what pyckpt.triton_kernels takes. Triton is imported by the first call."""
+"""The ops on backend ``triton``: from tensors to what pyckpt.triton_kernels takes. The first call imports Triton."""
 
 from __future__ import annotations
 
@@ -25,10 +25,17 @@ from ._native import (
     strided,
 )
 from ._norm_checks import check_arguments, check_grad, check_statistics
-from ._norm_definition import LAYER, RMS, rows_and_columns
+from ._norm_definition import rows_and_columns
 from ._registry import describe, refused
+from ._softmax_checks import check_arguments as check_scores
+from ._softmax_checks import check_grad as check_gradient
+from ._softmax_checks import check_statistics as check_rows
+from ._softmax_definition import Options
 
-OLDEST, NEWEST = (3, 6), (3, 8)  # minor versions: what lies below is refused, what lies above has not been tested
+OLDEST, NEWEST = (
+    (3, 6),
+    (3, 8),
+)  # minor versions: what lies below is refused, what lies above has not been tested
 
 
 @functools.cache
@@ -103,12 +110,10 @@ def _norm_forward(
     recompute = statistics is not None
     rows, columns = rows_and_columns(x, shape)
     if statistics is None:
-        statistics = norm.new_statistics(kind, x, rows)
+        statistics = norm._new_statistics(kind, x, rows)
     y = contiguous_like(x)
     rows_of_x, view = as_rows(x, len(shape), columns)
-    kernels("norm").forward(
-        kind, rows_of_x, view, dense(weight), dense(bias), eps, y, statistics, recompute
-    )
+    kernels("norm").forward(kind, rows_of_x, view, dense(weight), dense(bias), eps, y, statistics, recompute)
     return y, statistics
 
 
@@ -139,7 +144,7 @@ def _norm_backward(
     rows_of_x, view = as_rows(x, len(shape), columns)
     rows_of_grad, grad_view = as_rows(grad, len(shape), columns)
     weight = dense(weight)
-    gradients = norm.new_gradients(x, shape, weight, parameter_dtype, wanted)
+    gradients = norm._new_gradients(x, shape, weight, parameter_dtype, wanted)
     kernels("norm").backward(
         kind, rows_of_grad, grad_view, rows_of_x, view, weight, eps, statistics.contiguous(),
         *(t if wants else None for t, wants in zip(gradients, wanted, strict=True)),
@@ -147,7 +152,9 @@ def _norm_backward(
     return gradients
 
 
-def _leading(x: Tensor, others: Sequence[Tensor], keep_last: bool) -> tuple[Sequence[int], list[Sequence[int]]] | None:
+def _leading(
+    x: Tensor, others: Sequence[Tensor], keep_last: bool
+) -> tuple[Sequence[int], list[Sequence[int]]] | None:
     """((n1, n2), three strides of each tensor) of the leading dimensions, merged where all tensors allow, padded to three; the
     last of them stays a dimension of its own where asked. None: there are more than three.
     """
@@ -172,7 +179,9 @@ def _leading(x: Tensor, others: Sequence[Tensor], keep_last: bool) -> tuple[Sequ
     return (dims[1][0], dims[2][0]), [tuple(d[i] for d in dims) for i in range(1, len(tensors) + 1)]
 
 
-def _scores(x: Tensor, mask: Tensor | None, options: softmax.Options, grad: Tensor | None = None) -> tuple[Any, Any, Any]:
+def _scores(
+    x: Tensor, mask: Tensor | None, options: Options, grad: Tensor | None = None
+) -> tuple[Any, Any, Any]:
     """The Scores of triton_kernels.softmax, and the gradient as it is to be read: a copy where strides do not allow."""
     scale, causal, dropout_p, seed = options
     x = columns_adjacent(x)
@@ -196,12 +205,12 @@ def _scores(x: Tensor, mask: Tensor | None, options: softmax.Options, grad: Tens
 
 
 def _softmax_forward(
-    x: Tensor, mask: Tensor | None, options: softmax.Options, statistics: Tensor | None = None
+    x: Tensor, mask: Tensor | None, options: Options, statistics: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(y, statistics), or y again from the statistics given."""
     recompute = statistics is not None
     if statistics is None:
-        statistics = softmax.new_statistics(x)
+        statistics = softmax._new_statistics(x)
     y = contiguous_like(x)
     kernels("softmax").forward(_scores(x, mask, options)[0], y, statistics, recompute)
     return y, statistics
@@ -209,27 +218,27 @@ def _softmax_forward(
 
 def _softmax_recompute(x: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
     *values, statistics = rest
-    options = softmax.Options(*values)
-    softmax.check_arguments(x, mask, options)
-    softmax.check_statistics(x, statistics)
+    options = Options(*values)
+    check_scores(x, mask, options)
+    check_rows(x, statistics)
     return _softmax_forward(x, mask, options, statistics.contiguous())[0]
 
 
 def _softmax_backward(grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor:
     grad = strided(grad)
-    softmax.check_grad(grad, y)
+    check_gradient(grad, y)
     dx, y = contiguous_like(y), resolved(y).contiguous()
-    scores = _scores(grad, None, softmax.Options())[0]
+    scores = _scores(grad, None, Options())[0]
     kernels("softmax").backward(scores, scores.x, y, dx, masked, scale)
     return dx
 
 
 def _softmax_dropout_backward(grad: Tensor, x: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
     *values, statistics, grad_scale = rest
-    options, grad = softmax.Options(*values), strided(grad)
-    softmax.check_arguments(x, mask, options)
-    softmax.check_statistics(x, statistics)
-    softmax.check_grad(grad, x)
+    options, grad = Options(*values), strided(grad)
+    check_scores(x, mask, options)
+    check_rows(x, statistics)
+    check_gradient(grad, x)
     dx = contiguous_like(x)
     scores, grad, grad_strides = _scores(x, mask, options, grad)
     kernels("softmax").dropout_backward(scores, grad, grad_strides, dx, statistics.contiguous(), grad_scale)
@@ -239,7 +248,9 @@ def _softmax_dropout_backward(grad: Tensor, x: Tensor, mask: Tensor | None, *res
 def register(backend: str) -> None:
     """Makes these the ops' kernels on `backend`."""
     gelu_codes = {"none": 0, "tanh": 1}
-    activation.gelu_fwd.kernel(backend)(lambda x, approximate: _activation_forward(gelu_codes[approximate], x))
+    activation.gelu_fwd.kernel(backend)(
+        lambda x, approximate: _activation_forward(gelu_codes[approximate], x)
+    )
     activation.gelu_bwd.kernel(backend)(
         lambda grad, x, approximate: _activation_backward(gelu_codes[approximate], grad, x)
     )
@@ -250,12 +261,12 @@ def register(backend: str) -> None:
         fwd.kernel(backend)(functools.partial(_activation_forward, code))
         bwd.kernel(backend)(functools.partial(_activation_backward, code))
     dropout.dropout_op.kernel(backend)(_dropout)
-    for of in norm.NORMS:
-        of.fwd.kernel(backend)(of.with_bias(_norm_forward))
+    for of in (norm._layer_norm, norm._rms_norm):
+        of.fwd.kernel(backend)(of._with_bias(_norm_forward))
         of.bwd.kernel(backend)(functools.partial(_norm_backward, of.kind))
-        of.recompute.kernel(backend)(of.with_bias(_norm_recompute))
+        of.recompute.kernel(backend)(of._with_bias(_norm_recompute))
     softmax.softmax_fwd.kernel(backend)(
-        lambda x, mask, *options: _softmax_forward(x, mask, softmax.Options(*options))
+        lambda x, mask, *options: _softmax_forward(x, mask, Options(*options))
     )
     softmax.softmax_recompute.kernel(backend)(_softmax_recompute)
     softmax.softmax_bwd.kernel(backend)(_softmax_backward)
