@@ -25,6 +25,7 @@ from ._common import (
     WIDEST,
     arithmetic,
     bits,
+    column_sum,
     divide,
     divide_up,
     double,

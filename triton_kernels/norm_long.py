@@ -16,6 +16,7 @@ from ._common import (
     MAX_GRID,
     PIECE,
     arithmetic,
+    column_sum,
     divide,
     divide_up,
     double,

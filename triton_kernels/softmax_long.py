@@ -18,7 +18,6 @@ from ._softmax_tiles import (
     lead,
     load_scores,
     quotient,
-    row_dot,
     row_offsets,
     tile_factors,
     visible_columns,
