@@ -1,5 +1,6 @@
 """Backend ``triton_interpreted``: the Triton kernels run by Triton's interpreter, on CPU tensors. For tests without a GPU."""
 
+import inspect
 import os
 
 import numpy as np
@@ -9,6 +10,7 @@ from pyckpt import backends
 from pyckpt.ops import _triton
 
 NAME = "triton_interpreted"
+LANGUAGE = {"triton.language", "triton.language.core"}
 
 
 def _to_bfloat16(single):
@@ -43,6 +45,28 @@ def _as_hardware_does():
     InterpreterBuilder.create_fma = create_fma
 
 
+def _patch_once():
+    """The interpreter exchanges triton.language's functions at every call of a jitted function from another; once is enough, and
+    half of the time of a test."""
+    from triton.runtime import interpreter
+
+    patch, active = interpreter._patch_lang, {}  # by the modules of Triton's that a function refers to
+
+    class Outermost:
+        def restore(self):
+            for scope in reversed(active.values()):
+                scope.restore()
+            active.clear()
+
+    def patch_once(function):
+        modules = frozenset(v.__name__ for v in function.__globals__.values() if inspect.ismodule(v)) & LANGUAGE
+        if modules not in active:
+            active[modules] = patch(function)
+        return Outermost()
+
+    interpreter._patch_lang = patch_once
+
+
 def register():
     """Adds the backend; unavailable, with the reason, beside a GPU or without Triton. Before Triton is imported."""
     if torch.cuda.is_available():
@@ -52,5 +76,6 @@ def register():
         reason = _triton.problem()
     if not reason:
         _as_hardware_does()
+        _patch_once()
     backends.register(NAME, "cpu", reason)
     _triton.register(NAME)
