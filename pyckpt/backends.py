@@ -3,21 +3,26 @@
 Environment:
     PYCKPT_BACKEND   name of the backend to use wherever it applies; an error if it is not available
     PYCKPT_CPU_ISA   instruction set of the CPU kernels (x86-64-v2, x86-64-v3, x86-64-v4); default: the best one here
+    PYCKPT_TRITON_AUTOTUNE  "1": the Triton kernels try several numbers of warps at the first call of each shape, and keep what
+                     they find in Triton's cache; else a rule chooses
     PYCKPT_DISABLE   "1": :func:`pyckpt.convert` and :func:`pyckpt.recompute` do nothing, with one warning
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401  torch's OpenMP runtime has to be there when the extension's symbols are looked up
+import torch  # before the extension: torch's OpenMP runtime has to be there when its symbols are looked up
 
 native: Any = None
 try:
@@ -40,11 +45,16 @@ except ImportError as error:
 
 @dataclass(frozen=True)
 class Backend:
-    """A set of kernels: the device type it serves (None: any), and why it cannot be used here (empty: it can)."""
+    """A set of kernels: the device type it serves (None: any), and why it cannot be used here (empty: it can). `reason` may be a
+    function that finds out: to ask for a GPU is not for import."""
 
     name: str
     device_type: str | None
-    unavailable: str = ""
+    reason: str | Callable[[], str] = ""
+
+    @property
+    def unavailable(self) -> str:
+        return self.reason if isinstance(self.reason, str) else self.reason()
 
     @property
     def available(self) -> bool:
@@ -62,7 +72,14 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def register(name: str, device_type: str | None, unavailable: str = "", *, default: bool = False) -> None:
+# On CUDA tensors, for ops that were measured: the faster backend, and the results file that says so. All others: Triton. On ROCm
+# there is only Triton.
+ON_CUDA: dict[str, tuple[str, str]] = {}
+
+
+def register(
+    name: str, device_type: str | None, unavailable: str | Callable[[], str] = "", *, default: bool = False
+) -> None:
     """Adds a backend. `default` makes it the one that serves `device_type` when none is asked for."""
     _backends[name] = Backend(name, device_type, unavailable)
     if default and device_type is not None and not unavailable:
@@ -104,12 +121,20 @@ def asked_for() -> bool:
     return (_local.forced or _environment) is not None
 
 
-def select(device_type: str) -> str:
-    """Name of the backend that serves tensors on `device_type` now."""
+def select(device_type: str, op: str = "") -> str:
+    """Name of the backend that serves tensors on `device_type` now, for an op of :mod:`pyckpt.functional`."""
     forced = _local.forced or _environment
     if forced is not None and forced.device_type in (None, device_type):
         return forced.name
-    return _default.get(device_type, "reference")
+    name = _default.get(device_type)
+    return name if name is not None else _of_several(device_type, op)
+
+
+def _of_several(device_type: str, op: str) -> str:
+    if device_type != "cuda":
+        return "reference"
+    names = ["triton"] if torch.version.hip else [ON_CUDA.get(op, ("triton",))[0], "triton", "cuda"]
+    return next((name for name in names if _backends[name].available), "reference")
 
 
 _warned_disabled = False
@@ -129,6 +154,47 @@ def disabled() -> bool:
     return off
 
 
+OLDEST_TRITON, NEWEST_TRITON = (
+    (3, 6),
+    (3, 8),
+)  # minor versions that the tests are run with; older ones are refused
+
+
+@functools.cache
+def triton_problem() -> str:
+    """Why the installed Triton, if any, cannot be used; empty if it can. Does not import it."""
+    if util.find_spec("triton") is None:
+        return "Triton is not installed; pip install triton"
+    try:
+        version = metadata.version("triton")
+    except (
+        metadata.PackageNotFoundError
+    ):  # a distribution under another name: importing its kernels will tell
+        return ""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found and (int(found[1]), int(found[2])) < OLDEST_TRITON:
+        return (
+            f"Triton {version} is installed, and the kernels need {supported_triton()}; pip install -U triton"
+        )
+    return ""
+
+
+def supported_triton() -> str:
+    return (
+        f"{OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or newer (tested up to {NEWEST_TRITON[0]}.{NEWEST_TRITON[1]})"
+    )
+
+
+@functools.cache
+def _why_no_triton() -> str:
+    return triton_problem() if torch.cuda.is_available() else "this torch sees no GPU"
+
+
+def triton_autotune() -> bool:
+    """Whether PYCKPT_TRITON_AUTOTUNE=1 is set."""
+    return os.environ.get("PYCKPT_TRITON_AUTOTUNE", "") not in ("", "0")
+
+
 register("reference", None)
 if native is not None:
     if isa := os.environ.get("PYCKPT_CPU_ISA"):
@@ -140,7 +206,7 @@ if native is not None:
 else:
     register("cpu", "cpu", _why_no_native)
 register("cuda", "cuda", "this version has no CUDA kernels yet")
-register("triton", "cuda", "this version has no Triton kernels yet")
+register("triton", "cuda", _why_no_triton)
 
 _environment: Backend | None = None
 if _name := os.environ.get("PYCKPT_BACKEND"):

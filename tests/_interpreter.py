@@ -59,7 +59,9 @@ def _patch_once():
             active.clear()
 
     def patch_once(function):
-        modules = frozenset(v.__name__ for v in function.__globals__.values() if inspect.ismodule(v)) & LANGUAGE
+        modules = (
+            frozenset(v.__name__ for v in function.__globals__.values() if inspect.ismodule(v)) & LANGUAGE
+        )
         if modules not in active:
             active[modules] = patch(function)
         return Outermost()
@@ -73,7 +75,7 @@ def register():
         reason = "there is a GPU, on which backend triton runs"
     else:
         os.environ["TRITON_INTERPRET"] = "1"
-        reason = _triton.problem()
+        reason = backends.triton_problem()
     if not reason:
         _as_hardware_does()
         _patch_once()

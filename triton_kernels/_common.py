@@ -53,10 +53,10 @@ def launch(
         kernel[grid](*arguments, enable_fp_fusion=False, **options)
 
 
-@triton.jit
-def arithmetic(pointer):
-    """The type to compute in for elements of `pointer`."""
-    return tl.float64 if pointer.dtype.element_ty == tl.float64 else tl.float32
+@triton.constexpr_function
+def arithmetic(element):
+    """The type to compute in."""
+    return tl.float64 if element == tl.float64 else tl.float32
 
 
 @triton.jit
@@ -99,10 +99,10 @@ def column_sum(x, HALF: tl.constexpr):
     return tl.sum(x, axis=0) if HALF else tl.sum(x.to(tl.float64), axis=0)
 
 
-@triton.jit
-def is_half(pointer):
+@triton.constexpr_function
+def is_half(element):
     """Whether results are rounded to 16 bits: the hardware's approximations of exp2 and division (2 ulp of float32) then do."""
-    return pointer.dtype.element_ty.primitive_bitwidth == 16
+    return element.primitive_bitwidth == 16
 
 
 @triton.jit

@@ -40,8 +40,17 @@ def visible_columns(row, rows, n, n2, causal):
 
 
 @triton.jit
-def load_scores(x, mask, column, step, inside, scale, F: tl.constexpr, BOOLEAN: tl.constexpr):
+def readable(column, visible, n):
+    """Where to read: what is visible, rounded up to 16 columns, so that reads stay 16 bytes wide under a causal limit."""
+    return (column >= 0) & (column < (visible + 15) // 16 * 16) & (column < n)
+
+
+@triton.jit
+def load_scores(
+    x, mask, column, step, visible, n, scale, F: tl.constexpr, BOOLEAN: tl.constexpr, CAUSAL: tl.constexpr
+):
     """(scale x + mask, what is kept): -inf where masked, where nothing, even NaN, is looked at. `x` and `mask` point to rows."""
+    inside = readable(column, visible, n)
     value = tl.load(x + column, mask=inside, other=0.0).to(F)
     hidden = tl.full(value.shape, float("-inf"), F)
     if mask is None:
@@ -54,6 +63,8 @@ def load_scores(x, mask, column, step, inside, scale, F: tl.constexpr, BOOLEAN: 
         add = tl.load(mask + column.to(tl.int64) * step, mask=inside, other=float("-inf")).to(F)
         keep = add != float("-inf")
         score = tl.fma(value, scale, add)
+    if CAUSAL:
+        keep = keep & (column < visible)
     return tl.where(keep, score, hidden), keep
 
 
@@ -64,10 +75,10 @@ def inverse_of(total):
 
 
 @triton.jit
-def quotient(e, total, inverse):
-    """e / total by the reciprocal and one correction: a division's result at a multiplication's price."""
+def quotient(e, total, inverse, HALF: tl.constexpr):
+    """e / total by the reciprocal and, unless 16 bits follow, one correction: a division's result at a multiplication's price."""
     q = e * inverse[:, None]
-    return tl.fma(tl.fma(-q, total[:, None], e), inverse[:, None], q)
+    return q if HALF else tl.fma(tl.fma(-q, total[:, None], e), inverse[:, None], q)
 
 
 @triton.jit

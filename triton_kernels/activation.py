@@ -157,22 +157,24 @@ def _gradient(grad, x, OP: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _forward(x, y, n, OP: tl.constexpr, BLOCK: tl.constexpr):
-    F: tl.constexpr = arithmetic(x)
+    F: tl.constexpr = arithmetic(x.dtype.element_ty)
+    HALF: tl.constexpr = is_half(x.dtype.element_ty)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     inside = i < n - start
-    value = _value(tl.load(x + start + i, mask=inside, other=0.0).to(F), OP, is_half(x))
+    value = _value(tl.load(x + start + i, mask=inside, other=0.0).to(F), OP, HALF)
     tl.store(y + start + i, value.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward(grad, x, dx, n, OP: tl.constexpr, BLOCK: tl.constexpr):
-    F: tl.constexpr = arithmetic(x)
+    F: tl.constexpr = arithmetic(x.dtype.element_ty)
+    HALF: tl.constexpr = is_half(x.dtype.element_ty)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     inside = i < n - start
     g = tl.load(grad + start + i, mask=inside, other=0.0).to(F)
-    value = _gradient(g, tl.load(x + start + i, mask=inside, other=0.0).to(F), OP, is_half(x))
+    value = _gradient(g, tl.load(x + start + i, mask=inside, other=0.0).to(F), OP, HALF)
     tl.store(dx + start + i, value.to(dx.dtype.element_ty), mask=inside)
 
 
@@ -180,11 +182,10 @@ def _backward(grad, x, dx, n, OP: tl.constexpr, BLOCK: tl.constexpr):
 def _forward_strided(
     x, y, n, n1, n2, x0, x1, x2, y0, y1, y2, OP: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr
 ):
-    F: tl.constexpr = arithmetic(x)
+    F: tl.constexpr = arithmetic(x.dtype.element_ty)
+    HALF: tl.constexpr = is_half(x.dtype.element_ty)
     i = element_indices(n, BLOCK, WIDE)
-    value = _value(
-        tl.load(x + element_offsets(i, n1, n2, x0, x1, x2), mask=i < n, other=0.0).to(F), OP, is_half(x)
-    )
+    value = _value(tl.load(x + element_offsets(i, n1, n2, x0, x1, x2), mask=i < n, other=0.0).to(F), OP, HALF)
     tl.store(y + element_offsets(i, n1, n2, y0, y1, y2), value.to(y.dtype.element_ty), mask=i < n)
 
 
@@ -195,11 +196,12 @@ def _backward_strided(
     grad, x, dx, n, n1, n2, g0, g1, g2, x0, x1, x2, y0, y1, y2,
     OP: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    F: tl.constexpr = arithmetic(x)
+    F: tl.constexpr = arithmetic(x.dtype.element_ty)
+    HALF: tl.constexpr = is_half(x.dtype.element_ty)
     i = element_indices(n, BLOCK, WIDE)
     g = tl.load(grad + element_offsets(i, n1, n2, g0, g1, g2), mask=i < n, other=0.0).to(F)
     value = _gradient(
-        g, tl.load(x + element_offsets(i, n1, n2, x0, x1, x2), mask=i < n, other=0.0).to(F), OP, is_half(x)
+        g, tl.load(x + element_offsets(i, n1, n2, x0, x1, x2), mask=i < n, other=0.0).to(F), OP, HALF
     )
     tl.store(dx + element_offsets(i, n1, n2, y0, y1, y2), value.to(dx.dtype.element_ty), mask=i < n)
 

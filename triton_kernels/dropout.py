@@ -18,7 +18,7 @@ from ._philox import factors, rule
 
 @triton.jit(do_not_specialize=["threshold", "keep_scale"])
 def _forward(x, y, n, seed, threshold, keep_scale, BLOCK: tl.constexpr):
-    F: tl.constexpr = arithmetic(x)
+    F: tl.constexpr = arithmetic(x.dtype.element_ty)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i = tl.arange(0, BLOCK)
     inside = i < n - start
@@ -51,7 +51,7 @@ def _forward_strided(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    F: tl.constexpr = arithmetic(x)
+    F: tl.constexpr = arithmetic(x.dtype.element_ty)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     i = element_indices(n, BLOCK, WIDE)
     factor = factors(seed, start + tl.zeros((1,), tl.int64), threshold, keep_scale, F, 1, BLOCK).reshape(

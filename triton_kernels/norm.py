@@ -49,8 +49,8 @@ def _forward(
     x, y, statistics, weight, bias, rows, n, inner, outer_stride, inner_stride, eps, first,
     LAYER: tl.constexpr, RECOMPUTE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    F: tl.constexpr = arithmetic(x)
-    HALF: tl.constexpr = is_half(x)
+    F: tl.constexpr = arithmetic(x.dtype.element_ty)
+    HALF: tl.constexpr = is_half(x.dtype.element_ty)
     row = (tl.program_id(0).to(tl.int64) + first) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     exists = row < rows
@@ -123,11 +123,11 @@ def _backward(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dx = rstd (v - mean(v) - h mean(v h)) with v = grad weight, without mean(v) for RMSNorm; partial[0, block] = sum of
-    grad h over the block's rows, partial[1, block] that of grad. None where not wanted. A tile is asked for while the one
-    before it is worked on.
+    grad h over the block's rows, partial[1, block] that of grad. None where not wanted. Where a program has
+    several tiles, each is asked for while the one before it is worked on.
     """
-    F: tl.constexpr = arithmetic(x)
-    HALF: tl.constexpr = is_half(x)
+    F: tl.constexpr = arithmetic(x.dtype.element_ty)
+    HALF: tl.constexpr = is_half(x.dtype.element_ty)
     block = tl.program_id(0).to(tl.int64) + first
     column = tl.arange(0, COLUMNS)
     w = parameter(weight, column, column < n, F)
@@ -141,9 +141,12 @@ def _backward(
         row = (block * tiles + step) * ROWS + tl.arange(0, ROWS)
         exists = row < rows
         value, g = next_x.to(F), next_grad.to(F)
-        ahead = tl.where(step + 1 < tiles, row + ROWS, rows)
-        next_x = load_rows(x, ahead, rows, inner, outer_stride, inner_stride, column, n)
-        next_grad = load_rows(grad, ahead, rows, grad_inner, grad_outer_stride, grad_inner_stride, column, n)
+        if partial is not None:
+            ahead = tl.where(step + 1 < tiles, row + ROWS, rows)
+            next_x = load_rows(x, ahead, rows, inner, outer_stride, inner_stride, column, n)
+            next_grad = load_rows(
+                grad, ahead, rows, grad_inner, grad_outer_stride, grad_inner_stride, column, n
+            )
         mean, rstd, shift = read_statistics(statistics, row, rows, exists, LAYER)
         h = normalised(value, mean, rstd, shift)
         if dx is not None:

@@ -40,8 +40,8 @@ def _forward(
     x, y, statistics, weight, bias, rows, n, inner, outer_stride, inner_stride, eps, first,
     LAYER: tl.constexpr, RECOMPUTE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    F: tl.constexpr = arithmetic(x)
-    HALF: tl.constexpr = is_half(x)
+    F: tl.constexpr = arithmetic(x.dtype.element_ty)
+    HALF: tl.constexpr = is_half(x.dtype.element_ty)
     row = (tl.program_id(0).to(tl.int64) + first) + tl.zeros((1,), tl.int64)
     exists = row < rows
     source = x + row_offsets(row, inner, outer_stride, inner_stride)[:, None]
@@ -100,8 +100,8 @@ def _backward(
     grad, x, weight, statistics, dx, rows, n, inner, outer_stride, inner_stride, grad_inner, grad_outer_stride,
     grad_inner_stride, first, LAYER: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    F: tl.constexpr = arithmetic(x)
-    HALF: tl.constexpr = is_half(x)
+    F: tl.constexpr = arithmetic(x.dtype.element_ty)
+    HALF: tl.constexpr = is_half(x.dtype.element_ty)
     row = (tl.program_id(0).to(tl.int64) + first) + tl.zeros((1,), tl.int64)
     x += row_offsets(row, inner, outer_stride, inner_stride)[:, None]
     grad += row_offsets(row, grad_inner, grad_outer_stride, grad_inner_stride)[:, None]
@@ -135,8 +135,8 @@ def _parameter_gradients(
     grad, x, statistics, partial, rows, n, inner, outer_stride, inner_stride, grad_inner, grad_outer_stride,
     grad_inner_stride, steps, LAYER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    F: tl.constexpr = arithmetic(x)
-    HALF: tl.constexpr = is_half(x)
+    F: tl.constexpr = arithmetic(x.dtype.element_ty)
+    HALF: tl.constexpr = is_half(x.dtype.element_ty)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     block = tl.program_id(1).to(tl.int64)
     dweight = tl.zeros((ROWS, COLUMNS), F)

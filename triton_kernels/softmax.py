@@ -34,6 +34,7 @@ from ._softmax_tiles import (
     lead,
     load_scores,
     quotient,
+    readable,
     row_dot,
     row_offsets,
     tile_factors,
@@ -51,32 +52,37 @@ def _forward(
     keep_scale, first, BOOLEAN: tl.constexpr, FOURS: tl.constexpr, RECOMPUTE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    F: tl.constexpr = arithmetic(x)
-    HALF: tl.constexpr = is_half(x)
+    F: tl.constexpr = arithmetic(x.dtype.element_ty)
+    HALF: tl.constexpr = is_half(x.dtype.element_ty)
     row = (tl.program_id(0).to(tl.int64) + first) * ROWS + tl.arange(0, ROWS)
     skipped = lead(row, n, seed is not None, FOURS)
     column = tl.arange(0, COLUMNS)[None, :] - skipped[:, None]
-    inside = (column >= 0) & (column < visible_columns(row, rows, n, n2, causal)[:, None])
+    visible = visible_columns(row, rows, n, n2, causal)
+    CAUSAL: tl.constexpr = causal is not None
     x += row_offsets(row, n1, n2, x0, x1, x2)[:, None]
     if mask is not None:
         mask += row_offsets(row, n1, n2, m0, m1, m2)[:, None]
-    score, keep = load_scores(x, mask, column, step, inside, double(scale, F), F, BOOLEAN)
+    score, keep = load_scores(
+        x, mask, column, step, visible[:, None], n, double(scale, F), F, BOOLEAN, CAUSAL
+    )
     if RECOMPUTE:
         top = tl.load(statistics + row, mask=row < rows, other=0.0)
         total = tl.load(statistics + row + rows, mask=row < rows, other=0.0)
         e = exp_nonpositive(score - top[:, None], HALF)
     else:
-        top = tl.where(tl.max(keep.to(tl.int32), axis=1) > 0, tl.max(score, axis=1), 0.0)
+        kept = visible > 0 if mask is None else tl.max(keep.to(tl.int32), axis=1) > 0
+        top = tl.where(kept, tl.max(score, axis=1), 0.0)
         e = exp_nonpositive(score - top[:, None], HALF)
-        total = row_sum(tl.where(inside, e, 0.0), HALF)
+        total = row_sum(e, HALF)
         tl.store(statistics + row, top, mask=row < rows)
         tl.store(statistics + row + rows, total, mask=row < rows)
-    out = quotient(e, total, inverse_of(total))
+    out = quotient(e, total, inverse_of(total), HALF)
     if seed is not None:
         out *= tile_factors(seed, row, n, skipped, 0, threshold, keep_scale, F, ROWS, COLUMNS)
-    out = tl.where(inside, out, 0.0).to(y.dtype.element_ty)
+    if CAUSAL:  # zero also in a row of NaN
+        out = tl.where(column < visible[:, None], out, 0.0)
     exists = (row < rows)[:, None] & (column >= 0) & (column < n)
-    tl.store(y + row[:, None] * n + column, out, mask=exists)
+    tl.store(y + row[:, None] * n + column, out.to(y.dtype.element_ty), mask=exists)
 
 
 class Scores(NamedTuple):
@@ -134,8 +140,8 @@ def _backward(
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dx = scale p (g - sum(g p)) from the output."""
-    F: tl.constexpr = arithmetic(y)
-    HALF: tl.constexpr = is_half(y)
+    F: tl.constexpr = arithmetic(y.dtype.element_ty)
+    HALF: tl.constexpr = is_half(y.dtype.element_ty)
     row = (tl.program_id(0).to(tl.int64) + first) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows)[:, None] & (column < n)
@@ -158,27 +164,29 @@ def _dropout_backward(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The same with g times the dropout factors and p formed again, from x and the statistics."""
-    F: tl.constexpr = arithmetic(x)
-    HALF: tl.constexpr = is_half(x)
+    F: tl.constexpr = arithmetic(x.dtype.element_ty)
+    HALF: tl.constexpr = is_half(x.dtype.element_ty)
     row = (tl.program_id(0).to(tl.int64) + first) * ROWS + tl.arange(0, ROWS)
     skipped = lead(row, n, True, FOURS)
     column = tl.arange(0, COLUMNS)[None, :] - skipped[:, None]
-    inside = (column >= 0) & (column < visible_columns(row, rows, n, n2, causal)[:, None])
+    visible = visible_columns(row, rows, n, n2, causal)
+    CAUSAL: tl.constexpr = causal is not None
     x += row_offsets(row, n1, n2, x0, x1, x2)[:, None]
     if mask is not None:
         mask += row_offsets(row, n1, n2, m0, m1, m2)[:, None]
-    score, _ = load_scores(x, mask, column, step, inside, double(scale, F), F, BOOLEAN)
+    score, _ = load_scores(x, mask, column, step, visible[:, None], n, double(scale, F), F, BOOLEAN, CAUSAL)
     top = tl.load(statistics + row, mask=row < rows, other=0.0)
     total = tl.load(statistics + row + rows, mask=row < rows, other=0.0)
-    p = tl.where(inside, quotient(exp_nonpositive(score - top[:, None], HALF), total, inverse_of(total)), 0.0)
+    p = quotient(exp_nonpositive(score - top[:, None], HALF), total, inverse_of(total), HALF)
     grad += row_offsets(row, n1, n2, g0, g1, g2)[:, None]
-    g = tl.load(grad + column, mask=inside, other=0.0).to(F)
+    g = tl.load(grad + column, mask=readable(column, visible[:, None], n), other=0.0).to(F)
+    if CAUSAL:
+        p = tl.where(column < visible[:, None], p, 0.0)
     g *= tile_factors(seed, row, n, skipped, 0, threshold, keep_scale, F, ROWS, COLUMNS)
     dot = row_dot(p, g, MASKED, HALF)
     out = weighted(p, g - dot[:, None], MASKED) * double(grad_scale, F)
     exists = (row < rows)[:, None] & (column >= 0) & (column < n)
-    out = tl.where(inside, out, 0.0).to(dx.dtype.element_ty)
-    tl.store(dx + row[:, None] * n + column, out, mask=exists)
+    tl.store(dx + row[:, None] * n + column, out.to(dx.dtype.element_ty), mask=exists)
 
 
 def backward(scores: Scores, grad: Tensor, y: Tensor, dx: Tensor, masked: bool, scale: float) -> None:

@@ -18,6 +18,7 @@ from ._softmax_tiles import (
     lead,
     load_scores,
     quotient,
+    readable,
     row_offsets,
     tile_factors,
     visible_columns,
@@ -41,12 +42,13 @@ def _forward(
     x, mask, y, statistics, seed, rows, n, n1, n2, x0, x1, x2, m0, m1, m2, step, scale, causal, threshold,
     keep_scale, first, BOOLEAN: tl.constexpr, FOURS: tl.constexpr, RECOMPUTE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    F: tl.constexpr = arithmetic(x)
-    HALF: tl.constexpr = is_half(x)
+    F: tl.constexpr = arithmetic(x.dtype.element_ty)
+    HALF: tl.constexpr = is_half(x.dtype.element_ty)
     row = tl.program_id(0).to(tl.int64) + first + tl.zeros((1,), tl.int64)
     skipped = lead(row, n, seed is not None, FOURS)
     lanes = tl.arange(0, COLUMNS)[None, :] - skipped[:, None]
     visible = visible_columns(row, rows, n, n2, causal)[:, None]
+    CAUSAL: tl.constexpr = causal is not None
     factor = double(scale, F)
     end = n if FOURS or seed is None else n + 3
     x += row_offsets(row, n1, n2, x0, x1, x2)[:, None]
@@ -61,8 +63,7 @@ def _forward(
         kept = tl.zeros((1, COLUMNS), tl.int32)
         for start in range(0, end, COLUMNS):
             column = lanes + start
-            inside = (column >= 0) & (column < visible)
-            score, keep = load_scores(x, mask, column, step, inside, factor, F, BOOLEAN)
+            score, keep = load_scores(x, mask, column, step, visible, n, factor, F, BOOLEAN, CAUSAL)
             higher = tl.where(score > high, score, high)  # NaN is left out
             # What is hidden adds nothing; a score of -inf that is kept, 0 or (infinity by infinity) what comes of it at the end.
             add = tl.where(keep & (score != float("-inf")), exp_nonpositive(score - higher, HALF), 0.0)
@@ -77,13 +78,13 @@ def _forward(
     inverse = inverse_of(total)
     for start in range(0, end, COLUMNS):
         column = lanes + start
-        inside = (column >= 0) & (column < visible)
-        score, _ = load_scores(x, mask, column, step, inside, factor, F, BOOLEAN)
-        out = quotient(exp_nonpositive(score - top[:, None], HALF), total, inverse)
+        score, _ = load_scores(x, mask, column, step, visible, n, factor, F, BOOLEAN, CAUSAL)
+        out = quotient(exp_nonpositive(score - top[:, None], HALF), total, inverse, HALF)
         if seed is not None:
             out *= tile_factors(seed, row, n, skipped, start, threshold, keep_scale, F, 1, COLUMNS)
-        out = tl.where(inside, out, 0.0).to(y.dtype.element_ty)
-        tl.store(y + row[:, None] * n + column, out, mask=(column >= 0) & (column < n))
+        if CAUSAL:  # zero also in a row of NaN
+            out = tl.where(column < visible, out, 0.0)
+        tl.store(y + row[:, None] * n + column, out.to(y.dtype.element_ty), mask=(column >= 0) & (column < n))
 
 
 def forward(rows: int, y: Tensor, arguments: tuple[Any, ...], options: dict[str, bool]) -> None:
@@ -96,8 +97,8 @@ def forward(rows: int, y: Tensor, arguments: tuple[Any, ...], options: dict[str,
 def _backward(
     grad, y, dx, rows, n, n1, n2, g0, g1, g2, scale, first, MASKED: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    F: tl.constexpr = arithmetic(y)
-    HALF: tl.constexpr = is_half(y)
+    F: tl.constexpr = arithmetic(y.dtype.element_ty)
+    HALF: tl.constexpr = is_half(y.dtype.element_ty)
     row = tl.program_id(0).to(tl.int64) + first + tl.zeros((1,), tl.int64)
     grad += row_offsets(row, n1, n2, g0, g1, g2)[:, None]
     y += row[:, None] * n
@@ -133,12 +134,13 @@ def _dropout_backward(
     keep_scale, g0, g1, g2, grad_scale, first, BOOLEAN: tl.constexpr, FOURS: tl.constexpr, MASKED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    F: tl.constexpr = arithmetic(x)
-    HALF: tl.constexpr = is_half(x)
+    F: tl.constexpr = arithmetic(x.dtype.element_ty)
+    HALF: tl.constexpr = is_half(x.dtype.element_ty)
     row = tl.program_id(0).to(tl.int64) + first + tl.zeros((1,), tl.int64)
     skipped = lead(row, n, True, FOURS)
     lanes = tl.arange(0, COLUMNS)[None, :] - skipped[:, None]
     visible = visible_columns(row, rows, n, n2, causal)[:, None]
+    CAUSAL: tl.constexpr = causal is not None
     factor = double(scale, F)
     end = n if FOURS or seed is None else n + 3
     x += row_offsets(row, n1, n2, x0, x1, x2)[:, None]
@@ -152,23 +154,26 @@ def _dropout_backward(
     sums = tl.zeros((1, COLUMNS), SUM)
     for start in range(0, end, COLUMNS):
         column = lanes + start
-        inside = (column >= 0) & (column < visible)
-        score, _ = load_scores(x, mask, column, step, inside, factor, F, BOOLEAN)
-        p = tl.where(inside, quotient(exp_nonpositive(score - top[:, None], HALF), total, inverse), 0.0)
-        g = tl.load(grad + column, mask=inside, other=0.0).to(F)
+        score, _ = load_scores(x, mask, column, step, visible, n, factor, F, BOOLEAN, CAUSAL)
+        p = quotient(exp_nonpositive(score - top[:, None], HALF), total, inverse, HALF)
+        if CAUSAL:
+            p = tl.where(column < visible, p, 0.0)
+        g = tl.load(grad + column, mask=readable(column, visible, n), other=0.0).to(F)
         g *= tile_factors(seed, row, n, skipped, start, threshold, keep_scale, F, 1, COLUMNS)
         sums += weighted(p.to(SUM), g.to(SUM), MASKED)
     dot = tl.sum(sums, axis=1).to(F)
     for start in range(0, end, COLUMNS):
         column = lanes + start
-        inside = (column >= 0) & (column < visible)
-        score, _ = load_scores(x, mask, column, step, inside, factor, F, BOOLEAN)
-        p = quotient(exp_nonpositive(score - top[:, None], HALF), total, inverse)
-        g = tl.load(grad + column, mask=inside, other=0.0).to(F)
+        score, _ = load_scores(x, mask, column, step, visible, n, factor, F, BOOLEAN, CAUSAL)
+        p = quotient(exp_nonpositive(score - top[:, None], HALF), total, inverse, HALF)
+        if CAUSAL:
+            p = tl.where(column < visible, p, 0.0)
+        g = tl.load(grad + column, mask=readable(column, visible, n), other=0.0).to(F)
         g *= tile_factors(seed, row, n, skipped, start, threshold, keep_scale, F, 1, COLUMNS)
         out = weighted(p, g - dot[:, None], MASKED) * double(grad_scale, F)
-        out = tl.where(inside, out, 0.0).to(dx.dtype.element_ty)
-        tl.store(dx + row[:, None] * n + column, out, mask=(column >= 0) & (column < n))
+        tl.store(
+            dx + row[:, None] * n + column, out.to(dx.dtype.element_ty), mask=(column >= 0) & (column < n)
+        )
 
 
 def dropout_backward(rows: int, dx: Tensor, arguments: tuple[Any, ...], options: dict[str, bool]) -> None:

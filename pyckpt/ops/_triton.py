@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib
-import re
+import sys
 from collections.abc import Sequence
-from importlib import metadata, util
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import backends
 from . import activation, dropout, norm, softmax
 from ._native import (
     as_rows,
@@ -32,39 +32,23 @@ from ._softmax_checks import check_grad as check_gradient
 from ._softmax_checks import check_statistics as check_rows
 from ._softmax_definition import Options
 
-OLDEST, NEWEST = (
-    (3, 6),
-    (3, 8),
-)  # minor versions: what lies below is refused, what lies above has not been tested
-
-
-@functools.cache
-def problem() -> str:
-    """Why the kernels cannot be used with what is installed; empty if they can. Imports nothing."""
-    if util.find_spec("triton") is None:
-        return "Triton is not installed; pip install triton"
-    try:
-        version = metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        return ""  # a build of one's own, or AMD's, under another name: the first call will tell
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found and (int(found[1]), int(found[2])) < OLDEST:
-        return f"Triton {version} is installed, and the kernels need {OLDEST[0]}.{OLDEST[1]} or newer; pip install -U triton"
-    return ""
-
 
 @functools.cache
 def kernels(family: str) -> ModuleType:
-    """The module of a family's kernels. RuntimeError with the versions where Triton is too old, missing, or cannot read them."""
-    if why := problem():
-        raise RuntimeError(f"pyckpt's Triton kernels: {why}")
+    """The module of a family's kernels. RuntimeError, with the versions, where Triton is missing or does not do."""
+    if problem := backends.triton_problem():
+        raise RuntimeError(f"pyckpt's Triton kernels: {problem}")
     try:
-        return importlib.import_module(f"pyckpt.triton_kernels.{family}")
+        module = importlib.import_module(f"pyckpt.triton_kernels.{family}")
     except (ImportError, AttributeError) as error:
+        version = getattr(sys.modules.get("triton"), "__version__", "of unknown version")
         raise RuntimeError(
-            f"pyckpt's Triton kernels could not be loaded with Triton {importlib.import_module('triton').__version__}, written "
-            f"for {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}: {error}"
+            f"pyckpt's Triton kernels could not be loaded: Triton {version} is installed, and they need "
+            f"{backends.supported_triton()} ({error})"
         ) from error
+    common = importlib.import_module("pyckpt.triton_kernels._common")
+    common.autotune = backends.triton_autotune()
+    return module
 
 
 def _ordered_view(x: Tensor, y: Tensor) -> list[int]:
@@ -175,7 +159,8 @@ def _leading(
             dims.append([x.shape[d], *step])
     if len(dims) > 3:
         return None
-    dims = [[1] + [0] * len(tensors)] * (3 - len(dims)) + dims
+    none = [[1] + [0] * len(tensors)] * (3 - len(dims))
+    dims = none + dims if keep_last else dims + none  # sizes of 1 inside cost no division
     return (dims[1][0], dims[2][0]), [tuple(d[i] for d in dims) for i in range(1, len(tensors) + 1)]
 
 
