@@ -91,6 +91,17 @@ def _gelu(approximate: str) -> Callable[[Tensor], Case]:
     return lambda x: _elementwise(pnn.GELU(approximate), nn.GELU(approximate), x)
 
 
+class _QuickGELU(nn.Module):
+    """As models write it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+def _quick_gelu(x: Tensor) -> Case:
+    return _elementwise(pnn.GELU("sigmoid"), _QuickGELU(), x)
+
+
 def _silu(x: Tensor) -> Case:
     return _elementwise(pnn.SiLU(), nn.SiLU(), x)
 
@@ -195,6 +206,7 @@ class Subject:
 SUBJECTS: dict[str, Subject] = {
     "gelu_tanh": Subject(_gelu("tanh")),
     "gelu_erf": Subject(_gelu("none")),
+    "gelu_sigmoid": Subject(_quick_gelu),
     "silu": Subject(_silu),
     "relu": Subject(_relu),
     "layer_norm": Subject(_layer_norm),

@@ -226,6 +226,18 @@ struct GeluTanh {  // 0.5 x (1 + tanh(u)) = x sigmoid(2u), u = sqrt(2 / pi) (x +
     return x * fused(F(kCubic), square, F(kLinear));
   }
 };
+struct GeluSigmoid {  // x sigmoid(1.702 x)
+  template <class F>
+  PYCKPT_HD F forward(F x) {
+    return x * sigmoid(F(1.702) * x).value;
+  }
+  template <class F>
+  PYCKPT_HD F backward(F grad, F x) {
+    const F u = F(1.702) * x;
+    const Sigmoid<F> s = sigmoid(u);
+    return grad * fused(u, s.slope, s.value);
+  }
+};
 struct Silu {  // x sigmoid(x)
   template <class F>
   PYCKPT_HD F forward(F x) {

@@ -65,6 +65,7 @@ def _keep(x: Tensor) -> Tensor:
 CASES = (
     Case("gelu", F.gelu),
     Case("gelu, tanh", lambda x: F.gelu(x, approximate="tanh")),
+    Case("gelu, sigmoid", lambda x: F.gelu(x, approximate="sigmoid")),
     Case("silu", F.silu),
     Case("relu", F.relu),
     Case("layer_norm", lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b), 2),

@@ -46,6 +46,11 @@ class ComposedSoftmax(ScaledSoftmax):
         return torch.softmax(scores, -1)
 
 
+class QuickGELU(nn.Module):
+    def forward(self, x):
+        return x * torch.sigmoid(1.702 * x)
+
+
 def _keep_mask():
     keep = torch.rand(COLUMNS, generator=torch.Generator().manual_seed(3)) > 0.4
     keep[0] = True
@@ -92,6 +97,7 @@ def _softmax(**options):
 LAYERS = [
     Layer("gelu", *_same("GELU")),
     Layer("gelu_tanh", *_same("GELU", "tanh")),
+    Layer("gelu_sigmoid", lambda: fused.GELU("sigmoid"), QuickGELU),
     Layer("silu", *_same("SiLU")),
     Layer("relu", *_same("ReLU")),
     Layer("layer_norm", *_same("LayerNorm", COLUMNS)),

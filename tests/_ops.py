@@ -121,6 +121,12 @@ CASES = [
         lambda x: TF.gelu(x, approximate="tanh"),
         oracle.gelu_tanh,
     ),
+    _elementwise(
+        "gelu_sigmoid",
+        lambda x: F.gelu(x, approximate="sigmoid"),
+        lambda x: x * torch.sigmoid(1.702 * x),
+        oracle.gelu_sigmoid,
+    ),
     _elementwise("silu", F.silu, TF.silu, oracle.silu),
     _elementwise("relu", F.relu, TF.relu, oracle.relu),
     Case("layer_norm", _layer_norm, _eager_layer_norm, _exact_norm(True, 2), (1, 1)),

@@ -88,6 +88,12 @@ def gelu_tanh(x, grad, dtype):
     return x * s, grad * (s + x * s * complement * 2 * c * (1 + 3 * k * x * x))
 
 
+def gelu_sigmoid(x, grad, dtype):
+    u = WIDE(1702) / WIDE(1000) * x
+    s, complement = _sigmoid(u)
+    return x * s, grad * (s + u * s * complement)
+
+
 def silu(x, grad, dtype):
     s, complement = _sigmoid(x)
     return x * s, grad * (s + x * s * complement)

@@ -43,9 +43,9 @@ def test_classes_that_compute_one_of_our_functions_are_swapped(make, cls, option
     assert type(module) is type(original) and dict(vars(module)) == before
 
 
-class GELUActivation(nn.Module):  # quick GELU under another's name
+class GELUActivation(nn.Module):  # near quick GELU, under another's name
     def forward(self, input):
-        return input * torch.sigmoid(1.702 * input)
+        return input * torch.sigmoid(1.7 * input)
 
 
 class RoundedGelu(nn.Module):  # 1e-6 from tanh GELU

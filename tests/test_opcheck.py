@@ -41,7 +41,7 @@ def _mask(kind, dtype):
 def _arguments(**make):
     """op name -> list of functions of (grad, dtype, layout) that give its arguments."""
     cases = {}
-    for a in ("none", "tanh"):
+    for a in ("none", "tanh", "sigmoid"):
         cases.setdefault("gelu_fwd", []).append(lambda a=a, **k: (_float(**k), a))
         cases.setdefault("gelu_bwd", []).append(lambda a=a, **k: (_float(**k), _float(**k), a))
     for name in ("silu", "relu"):

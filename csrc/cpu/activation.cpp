@@ -22,6 +22,7 @@ static void with_activation(int op, int dtype, const Body& body) {
     switch (op) {
       case kGeluErf: return body(type, GeluErf{});
       case kGeluTanh: return body(type, GeluTanh{});
+      case kGeluSigmoid: return body(type, GeluSigmoid{});
       case kSilu: return body(type, Silu{});
       default: return body(type, Relu{});
     }

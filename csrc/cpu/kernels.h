@@ -8,7 +8,7 @@ namespace pyckpt {
 
 // dtype codes of the Python side (pyckpt/ops/_registry.py).
 enum DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat64 = 3 };
-enum Activation : int { kGeluErf = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3 };
+enum Activation : int { kGeluErf = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3, kGeluSigmoid = 4 };
 enum Norm : int { kLayerNorm = 0, kRmsNorm = 1 };
 
 // A tensor seen as rows: row i starts at (i / inner) * outer_stride + (i % inner) * inner_stride, its columns are adjacent.

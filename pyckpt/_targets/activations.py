@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import functional as ours
 from .. import nn as fused
 from .base import Proof, Target, Unprovable, describe
 from .recording import ELEMENTWISE, Unrounded, plain
@@ -27,6 +28,10 @@ FLOAT32 = 1e-8  # constants rounded to float32: a sixth of the rounding error th
 _FUNCTIONS: tuple[tuple[Callable[[Tensor], Tensor], Target], ...] = (
     (F.gelu, Target(fused.GELU, {"approximate": "none"})),
     (functools.partial(F.gelu, approximate="tanh"), Target(fused.GELU, {"approximate": "tanh"}, note="tanh")),
+    (
+        functools.partial(ours.gelu, approximate="sigmoid"),
+        Target(fused.GELU, {"approximate": "sigmoid"}, note="sigmoid"),
+    ),
     (F.silu, Target(fused.SiLU, {"inplace": False})),
     (F.relu, Target(fused.ReLU, {"inplace": False})),
 )
@@ -47,7 +52,7 @@ def prove_activation(subject: Subject) -> Proof:
     assert best is not None
     if not best.error <= FLOAT32:
         raise Unprovable(
-            f"{name} is none of gelu (erf or tanh), silu and relu: {best.error:.0e} away from the nearest"
+            f"{name} is none of gelu (erf, tanh or sigmoid), silu and relu: {best.error:.0e} away from the nearest"
         )
     for key, value in best.target.attributes.items():
         if key in options and options[key] != value:

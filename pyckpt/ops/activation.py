@@ -44,32 +44,38 @@ def _like_second(grad: Tensor, x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-gelu_fwd = Op(
-    "gelu_fwd(Tensor x, str approximate) -> Tensor",
-    fake=_like,
-    reference=lambda x, approximate: F.gelu(_wide(x), approximate=approximate).to(x.dtype),
-)
-gelu_bwd = Op(
-    "gelu_bwd(Tensor grad, Tensor x, str approximate) -> Tensor",
-    fake=_like_second,
-    reference=lambda grad, x, approximate: aten.gelu_backward(
-        _wide(grad), _wide(x), approximate=approximate
-    ).to(x.dtype),
-)
+_SIGMOID_SCALE = 1.702  # of the sigmoid that is nearest to the normal distribution's cdf
 
 
-def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """aten's silu_backward has no derivative of its own."""
+def _gelu(x: Tensor, approximate: str) -> Tensor:
     wide = _wide(x)
-    s = torch.sigmoid(wide)
-    return (_wide(grad) * (s * (1 + wide * (1 - s)))).to(x.dtype)
+    if approximate == "sigmoid":
+        return (wide * torch.sigmoid(_SIGMOID_SCALE * wide)).to(x.dtype)
+    return F.gelu(wide, approximate=approximate).to(x.dtype)
 
 
+def _gelu_backward(grad: Tensor, x: Tensor, approximate: str) -> Tensor:
+    if approximate == "sigmoid":
+        return _sigmoid_backward(grad, x, _SIGMOID_SCALE)
+    return aten.gelu_backward(_wide(grad), _wide(x), approximate=approximate).to(x.dtype)
+
+
+def _sigmoid_backward(grad: Tensor, x: Tensor, scale: float) -> Tensor:
+    """The backward of x sigmoid(scale x). It can be differentiated, as aten's silu_backward cannot."""
+    scaled = _wide(x) * scale
+    s = torch.sigmoid(scaled)
+    return (_wide(grad) * (s + scaled * (s * (1 - s)))).to(x.dtype)
+
+
+gelu_fwd = Op("gelu_fwd(Tensor x, str approximate) -> Tensor", fake=_like, reference=_gelu)
+gelu_bwd = Op(
+    "gelu_bwd(Tensor grad, Tensor x, str approximate) -> Tensor", fake=_like_second, reference=_gelu_backward
+)
 silu_fwd = Op("silu_fwd(Tensor x) -> Tensor", fake=_like, reference=lambda x: F.silu(_wide(x)).to(x.dtype))
 silu_bwd = Op(
     "silu_bwd(Tensor grad, Tensor x) -> Tensor",
     fake=_like_second,
-    reference=_silu_backward,
+    reference=lambda grad, x: _sigmoid_backward(grad, x, 1.0),
 )
 relu_fwd = Op("relu_fwd(Tensor x) -> Tensor", fake=_like, reference=lambda x: torch.relu(x))
 relu_bwd = Op(
@@ -88,7 +94,7 @@ class _Activation(NamedTuple):
 
 _GELU = {
     approximate: _Activation(gelu_fwd, gelu_bwd, (approximate,), saves_output=False)
-    for approximate in ("none", "tanh")
+    for approximate in ("none", "tanh", "sigmoid")
 }
 _SILU = _Activation(silu_fwd, silu_bwd, (), saves_output=False)
 _RELU = _Activation(relu_fwd, relu_bwd, (), saves_output=True)
@@ -149,7 +155,7 @@ def _cpu_backward(op: int, grad: Tensor, x: Tensor) -> Tensor:
     return dx
 
 
-_GELU_CODES = {"none": 0, "tanh": 1}
+_GELU_CODES = {"none": 0, "tanh": 1, "sigmoid": 4}
 gelu_fwd.kernel("cpu")(lambda x, approximate: _cpu_forward(_GELU_CODES[approximate], x))
 gelu_bwd.kernel("cpu")(lambda grad, x, approximate: _cpu_backward(_GELU_CODES[approximate], grad, x))
 silu_fwd.kernel("cpu")(lambda x: _cpu_forward(2, x))
@@ -162,7 +168,7 @@ def _guard(x: Tensor, approximate: str = "none") -> None:
     if x.dtype not in DTYPES:
         raise refused(f"no kernel for {describe('x', x)}")
     if approximate not in _GELU:
-        raise refused(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+        raise refused(f"approximate must be 'none', 'tanh' or 'sigmoid', got {approximate!r}")
 
 
 for _activation in (_GELU["none"], _SILU, _RELU):
@@ -182,7 +188,8 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     Args:
         input: any shape; float32, bfloat16, float16 or float64. 16-bit types are computed in float32.
         approximate: "none": x * cdf(x) of the normal distribution; "tanh": its tanh approximation
-            (Hendrycks & Gimpel, 2016, https://arxiv.org/abs/1606.08415).
+            (Hendrycks & Gimpel, 2016, https://arxiv.org/abs/1606.08415); "sigmoid", which torch does not have: their
+            x * sigmoid(1.702 x), known as QuickGELU.
 
     Raises:
         RuntimeError: another value of `approximate`; an integer input (NotImplementedError, as torch).
@@ -192,8 +199,10 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
         problem = (
             dtype_problem("gelu", input)
             if activation
-            else f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}"
+            else f"gelu: approximate must be 'none', 'tanh' or 'sigmoid', got {approximate!r}"
         )
+        if approximate == "sigmoid" and not problem:
+            return input * torch.sigmoid(_SIGMOID_SCALE * input)
         return by_torch(problem, F.gelu, input, approximate=approximate)
     return _apply(input, activation)
 
