@@ -9,6 +9,7 @@ Numbers that a kernel needs in float64 (eps, scale) are passed as their bits: Tr
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-INTERPRETED = triton.knobs.runtime.interpret
 TILE = 2048  # elements of a tile of several short rows
 NARROWEST = 64  # columns of a tile at least
 WIDEST = 16384  # columns of a row that one program holds in registers; longer rows are gone through in pieces
@@ -41,11 +41,25 @@ def tile(columns: int) -> tuple[int, int, int]:
     return rows, width, min(16, max(1, rows * width // 512))
 
 
+autotune = False  # whether launches try several numbers of warps instead of taking the rule's; set by who loads the kernels
+
+
+@functools.cache
+def _tuned(kernel: Any) -> Any:
+    """`kernel` with the number of warps found by timing, once for each shape; what is found is kept on disk."""
+    fixed = [p.name for p in kernel.params if p.is_constexpr]
+    configs = [triton.Config({}, num_warps=warps) for warps in (2, 4, 8, 16)]
+    return triton.autotune(configs, key=["n", *fixed], cache_results=True)(kernel)
+
+
 def launch(
     kernel: Any, programs: int | tuple[int, int], x: torch.Tensor, *arguments: Any, **options: Any
 ) -> None:
     """Runs `kernel` on the device and current stream of `x`."""
     grid = (programs,) if isinstance(programs, int) else programs
+    if autotune:
+        kernel = _tuned(kernel)
+        del options["num_warps"]
     if x.is_cuda and x.get_device() != torch.cuda.current_device():
         with torch.cuda.device(x.device):
             kernel[grid](*arguments, enable_fp_fusion=False, **options)

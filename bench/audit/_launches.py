@@ -99,7 +99,9 @@ class Subject:
 
 
 def _activation(op: int, backward: bool, strided: bool) -> Subject:
-    name = f"{('gelu', 'gelu_tanh', 'silu', 'relu')[op]} {'backward' if backward else 'forward'}"
+    name = (
+        f"{('gelu', 'gelu_tanh', 'silu', 'relu', 'gelu_sigmoid')[op]} {'backward' if backward else 'forward'}"
+    )
 
     def call(rows: int, columns: int, dtype: torch.dtype) -> None:
         tensors = [empty(rows, columns, dtype=dtype) for _ in range(3 if backward else 2)]
@@ -175,7 +177,7 @@ def _softmax(mode: str, mask: str, causal: bool, drop: bool) -> Subject:
 
 def subjects() -> Iterator[Subject]:
     """Every launcher with every option it has."""
-    for op, backward, strided in itertools.product(range(4), (False, True), (False, True)):
+    for op, backward, strided in itertools.product(range(5), (False, True), (False, True)):
         yield _activation(op, backward, strided)
     yield from (_dropout(strided) for strided in (False, True))
     for kind in (norm.LAYER, norm.RMS):

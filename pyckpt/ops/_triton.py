@@ -46,7 +46,7 @@ def kernels(family: str) -> ModuleType:
             f"pyckpt's Triton kernels could not be loaded: Triton {version} is installed, and they need "
             f"{backends.supported_triton()} ({error})"
         ) from error
-    common = importlib.import_module("pyckpt.triton_kernels._common")
+    common: Any = importlib.import_module("pyckpt.triton_kernels._common")
     common.autotune = backends.triton_autotune()
     return module
 
@@ -232,12 +232,11 @@ def _softmax_dropout_backward(grad: Tensor, x: Tensor, mask: Tensor | None, *res
 
 def register(backend: str) -> None:
     """Makes these the ops' kernels on `backend`."""
-    gelu_codes = {"none": 0, "tanh": 1}
     activation.gelu_fwd.kernel(backend)(
-        lambda x, approximate: _activation_forward(gelu_codes[approximate], x)
+        lambda x, approximate: _activation_forward(activation._GELU_CODES[approximate], x)
     )
     activation.gelu_bwd.kernel(backend)(
-        lambda grad, x, approximate: _activation_backward(gelu_codes[approximate], grad, x)
+        lambda grad, x, approximate: _activation_backward(activation._GELU_CODES[approximate], grad, x)
     )
     for code, fwd, bwd in (
         (2, activation.silu_fwd, activation.silu_bwd),
