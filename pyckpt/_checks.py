@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ._records import Leaf, Outer, Recipe, RecomputeError, Source
 from .ops._registry import is_sharded
-from .rules import Unavailable
+from .rules import FROM_LOCAL, Unavailable
 
 
 def rebuilds_the_bits(source: Source, whole: Tensor) -> bool:
@@ -75,29 +75,35 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def check_sharding(source: Source, whole: Any) -> None:
-    """A DTensor is rebuilt where that needs no communication: by rules of single elements, from operands laid out alike."""
+    """A DTensor is rebuilt where that needs no communication: by rules of single elements, from operands laid out alike, or
+    from this process' own part alone."""
     waiting, seen = [source], {source.key}
-    tensors = [whole]
+    layouts = [(whole.device_mesh, whole.placements)]
     while waiting:
         source = waiting.pop()
+        if source.rule.name == FROM_LOCAL:  # what comes before is no DTensor
+            layouts.append((source.node.forward_input_device_mesh, source.node.forward_input_placements))
+            continue
         if not source.rule.elementwise:
             raise Unavailable("a DTensor that is no function of single elements")
         for record in source.operands:
             if type(record) is Outer:
                 raise Unavailable("a DTensor under other saved-tensor hooks")
             if type(record) is tuple and (record[0].dim() or is_sharded(record[0])):  # else a number
-                tensors.append(record[0])
+                layouts.append(_layout(record[0]))
             elif type(record) is Leaf:
-                tensors.append(record.tensor)
+                layouts.append(_layout(record.tensor))
             elif type(record) is Recipe and record.source.key not in seen:
                 seen.add(record.source.key)
                 waiting.append(record.source)
-    for tensor in tensors:
-        alike = is_sharded(tensor) and tensor.placements == whole.placements
-        if not alike or tensor.device_mesh != whole.device_mesh:
-            raise Unavailable("a DTensor made of differently placed ones")
-        if any(placement.is_partial() for placement in tensor.placements):
-            raise Unavailable("a DTensor that holds partial sums")
+    if any(layout != layouts[0] for layout in layouts):
+        raise Unavailable("a DTensor made of differently placed ones")
+    if any(placement.is_partial() for placement in whole.placements):
+        raise Unavailable("a DTensor that holds partial sums")
+
+
+def _layout(tensor: Any) -> Any:
+    return (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
 
 
 def _place(source: Source) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ._records import shape_of
 from .rules import (
+    FROM_LOCAL,
     OWN_OUTPUT,
     RULES,
     Capture,
@@ -334,6 +335,29 @@ _view(
     ),
 )
 _view("UnbindBackward0", lambda node, output: lambda x: x.unbind(_integer(node._saved_dim))[output.number])
+
+@rule("BackwardHookFunctionBackward", 0, view=True, elementwise=True)
+def _full_backward_hook(node: Any, output: Output, edge: Edge) -> Captured:
+    return torch.ops.aten.alias, (edge(output.number),)
+
+
+# From a process' own part to a DTensor, as at the layers of tensor parallel models. Where the part is to be the same everywhere,
+# run_check, of which the node knows nothing, may have overwritten it with another process' one.
+@rule(
+    FROM_LOCAL,
+    view=True,
+    unsure=lambda node: any(p.is_replicate() for p in node.forward_input_placements),
+)
+def _from_local(node: Any, output: Output, edge: Edge) -> Captured:
+    mesh, placements = node.forward_input_device_mesh, node.forward_input_placements
+
+    def function(local: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(local, mesh, placements, run_check=False)
+
+    return function, (edge(0),)
+
 
 OWN_OUTPUT.update(
     {

@@ -86,6 +86,9 @@ class Rule:
     built_in: bool = True
 
 
+#: The node of DTensor.from_local.
+FROM_LOCAL = "_FromTorchTensorBackward"
+
 RULES: dict[str, Rule] = {}  # by name of the node's type
 # Nodes that keep their own output: attribute that holds it. A consumer that saves such an output shares its storage with the
 # node, so there is nothing to gain from a rule; but other rules may start from it.

@@ -1,8 +1,6 @@
 """The recompute engine beside others that reach into autograd: checkpoints, offloading, compilers, transforms, sharding."""
 
 import gc
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -263,14 +261,3 @@ def test_data_parallel_threads():
     expected = gradients(model, lambda: sum(model(x).square().mean() for (x,) in inputs))
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="built without torch.distributed")
-def test_fsdp2(tmp_path):
-    command = [sys.executable, "-m", "tests._fsdp", str(tmp_path / "store")]
-    ranks = [
-        subprocess.Popen([*command, str(r)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for r in range(2)
-    ]
-    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(outputs)

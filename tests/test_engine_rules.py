@@ -141,6 +141,7 @@ CASES = {**UNARY, **COMPOSED}
 SIXTEEN_BITS = ("layer_norm", "layer_norm_weight", "layer_norm_plain", "group_norm")
 EMBEDDING_AND_MATRICES = {"Embedding", "Mm", "Bmm", "Addmm", "Baddbmm", "Convolution"}
 VARIANTS = {"ReshapeAlias"}  # other names of views, which no public function makes here
+ELSEWHERE = {"BackwardHookFunction", "_FromTorchTensor"}  # below, and in test_distributed.py
 
 
 pytestmark = pytest.mark.usefixtures("unlearned")
@@ -148,9 +149,12 @@ pytestmark = pytest.mark.usefixtures("unlearned")
 
 def test_every_rule_is_tested():
     tested = (
-        {name for nodes, _ in CASES.values() for name in nodes.split()} | EMBEDDING_AND_MATRICES | VARIANTS
+        {name for nodes, _ in CASES.values() for name in nodes.split()}
+        | EMBEDDING_AND_MATRICES
+        | VARIANTS
+        | ELSEWHERE
     )
-    assert {name.partition("Backward")[0] for name in RULES} == tested
+    assert {name.rpartition("Backward")[0] for name in RULES} == tested
 
 
 def run(function, dtype, on):
@@ -332,3 +336,19 @@ def test_nodes_without_rule_say_so():
     with Watched() as watched:
         (x.cumsum(0) @ x).sum()
     assert "no rule for CumsumBackward0" in watched.reasons
+
+
+def test_inputs_are_found_behind_full_backward_hooks():
+    """The hook's node stands between a module and what reads it; a sum keeps nothing and leads there."""
+    weight = torch.randn(64, 64)
+    gradients = []
+    for on in (False, True):
+        activation = torch.nn.GELU()
+        activation.register_full_backward_hook(lambda *_: None)
+        x = torch.linspace(-3, 3, 64 * 64).reshape(64, 64).requires_grad_()
+        leaf = weight.clone().requires_grad_()
+        with Watched() if on else region(False) as watched:
+            loss = ((activation(x) + x) @ leaf).square().sum()
+        gradients.append(torch.autograd.grad(loss, [x, leaf]))
+        assert not on or watched.rebuilt == 1
+    assert_same(*gradients)
