@@ -336,6 +336,7 @@ _view(
 )
 _view("UnbindBackward0", lambda node, output: lambda x: x.unbind(_integer(node._saved_dim))[output.number])
 
+
 @rule("BackwardHookFunctionBackward", 0, view=True, elementwise=True)
 def _full_backward_hook(node: Any, output: Output, edge: Edge) -> Captured:
     return torch.ops.aten.alias, (edge(output.number),)

@@ -41,6 +41,8 @@ LAYER, RMS = 0, 1
 BLOCKS = (
     264  # of rows, whose parameter gradients one program sums: two for each multiprocessor of an H100 or H200
 )
+WIDEST_BACKWARD = 8192  # as WIDEST, where x, grad and the sums for two gradients are held
+WIDEST_AHEAD = 4096  # where the next tile is held too
 RowView = tuple[int, int, int]  # inner, outer stride, inner stride
 
 
@@ -119,12 +121,12 @@ def load_rows(x, row, rows, inner, outer_stride, inner_stride, column, n):
 )
 def _backward(
     grad, x, weight, statistics, dx, partial, rows, n, inner, outer_stride, inner_stride, grad_inner,
-    grad_outer_stride, grad_inner_stride, eps, tiles, first, LAYER: tl.constexpr, ONE: tl.constexpr,
+    grad_outer_stride, grad_inner_stride, eps, tiles, first, LAYER: tl.constexpr, ONE: tl.constexpr, AHEAD: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dx = rstd (v - mean(v) - h mean(v h)) with v = grad weight, without mean(v) for RMSNorm; partial[0, block] = sum of
-    grad h over the block's rows, partial[1, block] that of grad. None where not wanted. Where a program has
-    several tiles, each is asked for while the one before it is worked on.
+    grad h over the block's rows, partial[1, block] that of grad. None where not wanted. AHEAD: each tile
+    is asked for while the one before it is worked on.
     """
     F: tl.constexpr = arithmetic(x.dtype.element_ty)
     HALF: tl.constexpr = is_half(x.dtype.element_ty)
@@ -135,18 +137,22 @@ def _backward(
     dweight = tl.zeros((ROWS, COLUMNS), F)
     dbias = tl.zeros((ROWS, COLUMNS), F)
     row = block * tiles * ROWS + tl.arange(0, ROWS)
-    next_x = load_rows(x, row, rows, inner, outer_stride, inner_stride, column, n)
-    next_grad = load_rows(grad, row, rows, grad_inner, grad_outer_stride, grad_inner_stride, column, n)
+    if AHEAD:
+        next_x = load_rows(x, row, rows, inner, outer_stride, inner_stride, column, n)
+        next_grad = load_rows(grad, row, rows, grad_inner, grad_outer_stride, grad_inner_stride, column, n)
     for step in range(tiles):
         row = (block * tiles + step) * ROWS + tl.arange(0, ROWS)
         exists = row < rows
-        value, g = next_x.to(F), next_grad.to(F)
-        if partial is not None:
+        if AHEAD:
+            value, g = next_x.to(F), next_grad.to(F)
             ahead = tl.where(step + 1 < tiles, row + ROWS, rows)
             next_x = load_rows(x, ahead, rows, inner, outer_stride, inner_stride, column, n)
             next_grad = load_rows(
                 grad, ahead, rows, grad_inner, grad_outer_stride, grad_inner_stride, column, n
             )
+        else:
+            value = load_rows(x, row, rows, inner, outer_stride, inner_stride, column, n).to(F)
+            g = load_rows(grad, row, rows, grad_inner, grad_outer_stride, grad_inner_stride, column, n).to(F)
         mean, rstd, shift = read_statistics(statistics, row, rows, exists, LAYER)
         h = normalised(value, mean, rstd, shift)
         if dx is not None:
@@ -211,14 +217,14 @@ def backward(
         return
     height, width, warps = tile(n)
     blocks = min(BLOCKS, divide_up(rows, height)) if wants_parameters else 0
-    if n > WIDEST:
+    if n > WIDEST_BACKWARD:
         blocks = min(norm_long.BLOCKS, divide_up(rows, norm_long.ROWS)) if wants_parameters else 0
     planes = 2 if kind == LAYER else 1
     # What is rounded to 16 bits in the end is summed in float32.
     sums = torch.float32 if x.dtype.itemsize == 2 else torch.float64
     partial = statistics.new_empty((planes, blocks, n), dtype=sums) if wants_parameters else None
     operands = grad, x, weight, statistics, dx, partial, rows, n, *view, *grad_view, bits(eps)
-    if n > WIDEST:
+    if n > WIDEST_BACKWARD:
         norm_long.backward(blocks, x, operands, kind == LAYER)
     else:
         tiles = divide_up(divide_up(rows, height), blocks) if wants_parameters else 1
@@ -226,7 +232,8 @@ def backward(
         for first in range(0, programs, MAX_GRID):
             launch(
                 _backward, min(MAX_GRID, programs - first), x, *operands, tiles, first,
-                LAYER=kind == LAYER, ONE=n == 1, ROWS=height, COLUMNS=width, num_warps=warps,
+                LAYER=kind == LAYER, ONE=n == 1, AHEAD=wants_parameters and width <= WIDEST_AHEAD,
+                ROWS=height, COLUMNS=width, num_warps=warps,
             )  # fmt: skip
     if wants_parameters:
         launch(
