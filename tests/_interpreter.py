@@ -36,10 +36,9 @@ def _as_hardware_does():
         return cast(self, source, dtype)
 
     def create_fma(self, x, y, z):
-        if x.data.dtype == np.float32:
-            exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data
-            return TensorHandle(exact.astype(np.float32), z.dtype.scalar)
-        return TensorHandle(x.data * y.data + z.data, z.dtype.scalar)
+        wide = np.longdouble if x.data.dtype == np.float64 else np.float64
+        exact = x.data.astype(wide) * y.data.astype(wide) + z.data
+        return TensorHandle(exact.astype(x.data.dtype), z.dtype.scalar)
 
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_fma = create_fma

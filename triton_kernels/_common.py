@@ -159,7 +159,7 @@ def exp_nonpositive(x, HALF: tl.constexpr):
 def exp_square(a, HALF: tl.constexpr):
     """exp(-a^2 / 2) in float32 for a in [0, 13.2687], at the end of which it is 0. The polynomial is that of csrc/math.h."""
     if HALF:
-        return tl.exp2(a * a * -0.72134752)
+        return tl.where(a < 13.2687, tl.exp2(a * a * -0.72134752), 0.0)
     else:
         round = tl.full(a.shape, 12583039.0, tl.float32)
         factor = tl.full(a.shape, -0.72134752, tl.float32)

@@ -109,8 +109,13 @@ def weighted(p, g, MASKED: tl.constexpr):
 
 @triton.jit
 def row_dot(p, g, MASKED: tl.constexpr, HALF: tl.constexpr):
-    """Sums of p g over rows. In float64 where that is seen: the sum's rounding reaches every element of the row."""
-    if not HALF:
-        return tl.sum(weighted(p.to(tl.float64), g.to(tl.float64), MASKED), axis=1).to(p.dtype)
-    else:
+    """Sums of p g over rows, the products unrounded unless 16 bits follow: the sum's error reaches every element of the row."""
+    if HALF:
         return tl.sum(weighted(p, g, MASKED), axis=1)
+    elif p.dtype == tl.float64:
+        if MASKED:
+            g = tl.where(p == 0.0, 0.0, g)
+        product = p * g
+        return tl.sum(product, axis=1) + tl.sum(tl.fma(p, g, -product), axis=1)
+    else:
+        return tl.sum(weighted(p.to(tl.float64), g.to(tl.float64), MASKED), axis=1).to(tl.float32)

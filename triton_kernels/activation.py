@@ -72,7 +72,7 @@ def _normal_double(a):
     q = q * t + 4.95305615969976687e-01
     q = q * t + -6.65382502890057848e-01
     q = q * t + 7.69193049750062974e-01
-    e = tl.exp(-0.5 * a * a)
+    e = tl.where(a < 37.65869, tl.exp(-0.5 * a * a), 0.0)
     return e * 0.3989422804014327, e * r * q
 
 
@@ -105,11 +105,10 @@ def _normal(x, HALF: tl.constexpr):
 
 @triton.jit
 def _sigmoid(x, HALF: tl.constexpr):
-    """sigmoid(x) and its derivative, from exp(-|x|): no overflow, and no cancellation on either side."""
+    """sigmoid(x) and 1 - sigmoid(x), from exp(-|x|): no overflow, and no cancellation on either side."""
     e = exp_nonpositive(-tl.abs(x), HALF)
-    large = ratio(tl.full(x.shape, 1.0, x.dtype), 1.0 + e, HALF)
-    small = e * large
-    return tl.where(x < 0.0, small, large), small * large
+    value = ratio(tl.where(x < 0.0, e, 1.0), 1.0 + e, HALF)
+    return value, tl.where(x < 0.0, 1.0 - value, e * value)
 
 
 @triton.jit
@@ -146,17 +145,17 @@ def _gradient(grad, x, OP: tl.constexpr, HALF: tl.constexpr):
         density, cdf = _normal(x, HALF)
         return grad * tl.fma(x, density, cdf)
     elif OP == 1:
-        value, slope = _sigmoid(_twice_u(x), HALF)
+        value, rest = _sigmoid(_twice_u(x), HALF)
         du = multiply_add(
             tl.minimum(x * x, 1e4), 3 * _CUBIC, _LINEAR
         )  # bounded: the sigmoid is saturated there
-        return grad * tl.fma(x * slope, du, value)
+        return grad * tl.fma(x * (value * rest), du, value)
     elif OP == 2:
-        value, slope = _sigmoid(x, HALF)
-        return grad * tl.fma(x, slope, value)
+        value, rest = _sigmoid(x, HALF)
+        return grad * (value * tl.fma(x, rest, tl.full(x.shape, 1.0, x.dtype)))
     elif OP == 4:
-        value, slope = _sigmoid(x * _SIGMOID_SCALE, HALF)
-        return grad * tl.fma(x * _SIGMOID_SCALE, slope, value)
+        value, rest = _sigmoid(x * _SIGMOID_SCALE, HALF)
+        return grad * (value * tl.fma(x * _SIGMOID_SCALE, rest, tl.full(x.shape, 1.0, x.dtype)))
     else:
         return tl.where(x <= 0.0, 0.0, grad)
 
