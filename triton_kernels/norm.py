@@ -35,7 +35,15 @@ from ._common import (
     square_root,
     tile,
 )
-from ._norm_tiles import affine, input_gradient, normalised, parameter, read_statistics, row_offsets
+from ._norm_tiles import (
+    affine,
+    input_gradient,
+    load_rows,
+    load_weight,
+    normalised,
+    read_statistics,
+    row_offsets,
+)
 
 LAYER, RMS = 0, 1
 BLOCKS = (
@@ -78,10 +86,11 @@ def _forward(
             shift = -(residual * rstd)
             tl.store(statistics + row + rows + rows, rstd, mask=exists)
         else:
-            mean, shift = None, None
+            mean = tl.zeros_like(rstd)
+            shift = mean
             tl.store(statistics + row, rstd, mask=exists)
-    h = normalised(value, mean, rstd, shift)
-    out = affine(h, parameter(weight, column, column < n, F), parameter(bias, column, column < n, F))
+    h = normalised(value, mean, rstd, shift, LAYER)
+    out = affine(h, weight, bias, column, column < n, F)
     tl.store(y + row[:, None] * n + column[None, :], out.to(y.dtype.element_ty), mask=inside)
 
 
@@ -109,12 +118,6 @@ def forward(
         )  # fmt: skip
 
 
-@triton.jit
-def load_rows(x, row, rows, inner, outer_stride, inner_stride, column, n):
-    source = row_offsets(row, inner, outer_stride, inner_stride)[:, None] + column[None, :]
-    return tl.load(x + source, mask=(row < rows)[:, None] & (column < n)[None, :], other=0.0)
-
-
 @triton.jit(
     do_not_specialize=["rows", "eps", "tiles", "first"],
     do_not_specialize_on_alignment=["inner", "grad_inner"],
@@ -132,7 +135,7 @@ def _backward(
     HALF: tl.constexpr = is_half(x.dtype.element_ty)
     block = tl.program_id(0).to(tl.int64) + first
     column = tl.arange(0, COLUMNS)
-    w = parameter(weight, column, column < n, F)
+    w = load_weight(weight, column, column < n, F)
     count = (n + tl.zeros((ROWS,), tl.int32)).to(F)
     dweight = tl.zeros((ROWS, COLUMNS), F)
     dbias = tl.zeros((ROWS, COLUMNS), F)
@@ -154,9 +157,9 @@ def _backward(
             value = load_rows(x, row, rows, inner, outer_stride, inner_stride, column, n).to(F)
             g = load_rows(grad, row, rows, grad_inner, grad_outer_stride, grad_inner_stride, column, n).to(F)
         mean, rstd, shift = read_statistics(statistics, row, rows, exists, LAYER)
-        h = normalised(value, mean, rstd, shift)
+        h = normalised(value, mean, rstd, shift, LAYER)
         if dx is not None:
-            v = g if w is None else g * w
+            v = g * w
             if (
                 ONE
             ):  # LayerNorm: constant, gradient 0 (NaN where x is). RMSNorm: v (1 - h^2), without cancellation
@@ -164,7 +167,7 @@ def _backward(
                 out = 0.0 * r + tl.zeros_like(v) if LAYER else v * double(eps, F) * r * r * r
             else:
                 along = divide(row_sum(v * h, HALF), count)  # v is 0 where a row has ended
-                level = divide(row_sum(v, HALF), count) if LAYER else None
+                level = divide(row_sum(v, HALF), count) if LAYER else tl.zeros_like(along)
                 out = input_gradient(g, h, w, along, level, rstd)
             inside = exists[:, None] & (column < n)[None, :]
             tl.store(dx + row[:, None] * n + column[None, :], out.to(dx.dtype.element_ty), mask=inside)

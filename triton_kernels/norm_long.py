@@ -25,7 +25,7 @@ from ._common import (
     row_sum,
     square_root,
 )
-from ._norm_tiles import affine, input_gradient, normalised, parameter, read_statistics, row_offsets
+from ._norm_tiles import affine, input_gradient, load_weight, normalised, read_statistics, row_offsets
 
 WARPS = 8
 BLOCKS, ROWS, COLUMNS = (
@@ -78,14 +78,14 @@ def _forward(
             shift = -(residual * rstd)
             tl.store(statistics + row + rows + rows, rstd)
         else:
-            mean, shift = None, None
+            shift = tl.zeros_like(rstd)
             tl.store(statistics + row, rstd)
     for start in range(0, n, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = column < n
         value = tl.load(source + column[None, :], mask=inside[None, :], other=0.0).to(F)
-        h = normalised(value, mean, rstd, shift)
-        out = affine(h, parameter(weight, column, inside, F), parameter(bias, column, inside, F))
+        h = normalised(value, mean, rstd, shift, LAYER)
+        out = affine(h, weight, bias, column, inside, F)
         tl.store(y + row[:, None] * n + column[None, :], out.to(y.dtype.element_ty), mask=inside[None, :])
 
 
@@ -111,22 +111,25 @@ def _backward(
     for start in range(0, n, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = column < n
-        h = normalised(tl.load(x + column[None, :], mask=inside[None, :], other=0.0).to(F), mean, rstd, shift)
+        h = normalised(
+            tl.load(x + column[None, :], mask=inside[None, :], other=0.0).to(F), mean, rstd, shift, LAYER
+        )
         v = tl.load(grad + column[None, :], mask=inside[None, :], other=0.0).to(F)
-        if weight is not None:
-            v = v * parameter(weight, column, inside, F)
+        v *= load_weight(weight, column, inside, F)
         along = tl.fma(v, h, along)
         if LAYER:
             level += v
     count = (n + tl.zeros((1,), tl.int32)).to(F)
     along = divide(row_sum(along, HALF), count)
-    level = divide(row_sum(level, HALF), count) if LAYER else None
+    level = divide(row_sum(level, HALF), count) if LAYER else tl.zeros_like(along)
     for start in range(0, n, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         inside = column < n
-        h = normalised(tl.load(x + column[None, :], mask=inside[None, :], other=0.0).to(F), mean, rstd, shift)
+        h = normalised(
+            tl.load(x + column[None, :], mask=inside[None, :], other=0.0).to(F), mean, rstd, shift, LAYER
+        )
         g = tl.load(grad + column[None, :], mask=inside[None, :], other=0.0).to(F)
-        out = input_gradient(g, h, parameter(weight, column, inside, F), along, level, rstd)
+        out = input_gradient(g, h, load_weight(weight, column, inside, F), along, level, rstd)
         tl.store(dx + row[:, None] * n + column[None, :], out.to(dx.dtype.element_ty), mask=inside[None, :])
 
 
@@ -150,7 +153,7 @@ def _parameter_gradients(
         source = row_offsets(row, grad_inner, grad_outer_stride, grad_inner_stride)[:, None] + column[None, :]
         g = tl.load(grad + source, mask=inside, other=0.0).to(F)
         mean, rstd, shift = read_statistics(statistics, row, rows, exists, LAYER)
-        dweight = tl.fma(g, normalised(value, mean, rstd, shift), dweight)
+        dweight = tl.fma(g, normalised(value, mean, rstd, shift, LAYER), dweight)
         dbias += g
     tl.store(partial + block * n + column, column_sum(dweight, HALF), mask=column < n)
     if LAYER:
