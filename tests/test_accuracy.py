@@ -14,8 +14,9 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 @every_dtype
 @every_case
 def test_accuracy(case, dtype, kind, backend):
-    # The interpreter's time goes by calls, not by elements.
-    shape, draws = ((6, 7, 24), 5) if backend == "triton_interpreted" else ((3, 7, 24), 10)
+    # The interpreter's time goes by calls, not by elements; in float64, where eager is as good, much depends on the draws.
+    fewer = backend == "triton_interpreted" and dtype != torch.float64
+    shape, draws = ((6, 7, 24), 5) if fewer else ((3, 7, 24), 10)
     compare(case, lambda: INPUTS[kind](shape), dtype, draws, what=kind)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._common import divide
+from ._common import divide, row_sum
 from ._philox import factors
 
 
@@ -116,6 +116,6 @@ def row_dot(p, g, MASKED: tl.constexpr, HALF: tl.constexpr):
         if MASKED:
             g = tl.where(p == 0.0, 0.0, g)
         product = p * g
-        return tl.sum(product, axis=1) + tl.sum(tl.fma(p, g, -product), axis=1)
+        return row_sum(product, HALF) + row_sum(tl.fma(p, g, -product), HALF)
     else:
         return tl.sum(weighted(p.to(tl.float64), g.to(tl.float64), MASKED), axis=1).to(tl.float32)
