@@ -1,4 +1,4 @@
-# make bench | test | coverage | lint | sanitize: each sets up what it needs in .venv, then runs. Stamps in .venv/stamps keep
+# make bench | test | coverage | lint | sanitize | simt | cuda: each sets up what it needs in .venv, then runs. Stamps in .venv/stamps keep
 # a second run from setting up again; a changed C++ source is rebuilt.
 #
 # Needs python3 (3.10 or newer) with venv and headers, a C++ compiler (GCC 11 or Clang 14, or newer) and make. On Debian and
@@ -8,6 +8,9 @@ PYTHON ?= python3
 # The version the tests are run with. Any from 2.11 on does, and any build: make test TORCH=torch takes the newest, which
 # on Linux brings several GB of CUDA libraries along.
 TORCH ?= torch==2.13.0
+# The CUDA kernels: auto (where an nvcc is found), on, off. By default they are compiled where there is a GPU for them.
+PYCKPT_CUDA ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo auto || echo off)
+export PYCKPT_CUDA
 # Further arguments for the command: make bench ARGS=--quick, make test ARGS='-k softmax'
 ARGS ?=
 
@@ -16,10 +19,10 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PIP := $(BIN)/python -m pip install --quiet
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
-CXX_FILES := $(filter %.h %.cpp,$(SOURCES))
+CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SANITIZED := build/sanitize
 
-.PHONY: help bench test coverage lint sanitize clean FORCE
+.PHONY: help bench test coverage lint sanitize simt cuda clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -56,11 +59,24 @@ sanitize: $(STAMPS)/test
 	$(BIN)/pytest -p tests._backend_report -p no:faulthandler -p no:cacheprovider --capture=sys --require-backend cpu \
 	    -m 'not slow' $(SANITIZED_TESTS) $(ARGS)
 
+# The CUDA kernels on the CPU, every access of theirs checked: no GPU and no nvcc, but CUDA's headers (tests/simt/build.py).
+simt: $(STAMPS)/test
+	$(BIN)/python -m tests.simt
+	PYTHONPATH=$(CURDIR) PYCKPT_TEST_SIMT=check $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal -p tests._backend_report \
+	    --require-backend cuda_emulated -m 'not slow' -k 'simt or cuda_emulated' $(ARGS)
+
+# The CUDA kernels compiled by nvcc, for one architecture unless PYCKPT_CUDA_ARCHS names others. Needs no GPU.
+CUDA_BUILD := build/cuda
+cuda: $(STAMPS)/tools
+	PYCKPT_CUDA=on PYCKPT_CUDA_ARCHS='$(or $(PYCKPT_CUDA_ARCHS),90)' $(BIN)/python setup.py --quiet build \
+	    --build-base $(CUDA_BUILD) --build-lib $(CUDA_BUILD)/lib
+	cd $(CUDA_BUILD)/lib && $(abspath $(BIN)/python) -m pyckpt doctor | grep -A 1 '^CUDA kernels' | grep nvcc
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info pyckpt/_C*.so pyckpt/_no_compiler.txt
 
 # One stamp for each extra: the package, editable, with what that extra needs.
-$(STAMPS)/bench $(STAMPS)/test: $(SOURCES)
+$(STAMPS)/bench $(STAMPS)/test: $(SOURCES) $(STAMPS)/settings
 $(STAMPS)/dev: setup.py pyproject.toml
 $(STAMPS)/bench $(STAMPS)/test $(STAMPS)/dev: $(STAMPS)/tools
 	$(PIP) --no-build-isolation --editable '.[$(@F)]'
@@ -74,6 +90,11 @@ $(STAMPS)/tools: $(STAMPS)/torch pyproject.toml
 	sed -n 's/^requires = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '" ' | tr , '\n' > $(STAMPS)/requires.txt
 	$(PIP) -r $(STAMPS)/requires.txt
 	@touch $@
+
+# Newer only when the build is asked for something else.
+$(STAMPS)/settings: FORCE | $(BIN)/pip
+	@mkdir -p $(@D)
+	@echo '$(PYCKPT_CUDA) $(PYCKPT_CUDA_ARCHS)' | cmp --silent - $@ || echo '$(PYCKPT_CUDA) $(PYCKPT_CUDA_ARCHS)' > $@
 
 # Newer only when another TORCH is asked for.
 $(STAMPS)/torch: FORCE | $(BIN)/pip

@@ -5,6 +5,9 @@ backend; a compile that fails for another reason fails the install.
 
 Environment:
     CXX               the compiler; default: c++, g++ or clang++, the first that works
+    PYCKPT_CUDA       CUDA kernels: "auto" (default: where an nvcc is found), "on" (an error where there is none), "off"
+    PYCKPT_CUDA_ARCHS architectures to compile them for; default: TORCH_CUDA_ARCH_LIST, else "80;90;100+PTX"
+    CUDA_HOME         the toolkit; default: nvcc on PATH, /usr/local/cuda, or the package nvidia-cuda-nvcc
     PYCKPT_SANITIZE   sanitizers to build the kernels with, for example "address,undefined" (make sanitize)
 """
 
@@ -85,6 +88,8 @@ class CMakeBuild(build_ext):
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DPYCKPT_VERSION={self.distribution.get_version()}",
             f"-DPYCKPT_SANITIZE={os.environ.get('PYCKPT_SANITIZE', '')}",
+            f"-DPYCKPT_CUDA={os.environ.get('PYCKPT_CUDA') or 'auto'}",
+            f"-DPYCKPT_CUDA_ARCHS={os.environ.get('PYCKPT_CUDA_ARCHS', '')}",
         ]
         for command in (configure, ["cmake", "--build", str(build)]):
             if subprocess.run(command, env={**os.environ, "CXX": compiler}).returncode:

@@ -228,6 +228,28 @@ def copy_of(total_bytes: int, device: torch.device) -> Callable[[], Any]:
     return lambda: target.copy_(source)
 
 
+def graphed(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """The work of `call` as a CUDA graph, so that the GPU is timed and not the processor that feeds it.
+
+    What cannot be captured, for example a call that waits for the GPU, is timed as it is.
+    """
+    with torch.cuda.device(device):
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):  # capture wants caches and allocations settled, on another stream
+            for _ in range(3):
+                call()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                call()
+        except RuntimeError:
+            torch.cuda.synchronize()
+            return call
+    return graph.replay
+
+
 # -- what ran ------------------------------------------------------------------------------------------------
 
 

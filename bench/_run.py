@@ -7,10 +7,11 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from pyckpt import memory
 
 from ._check import CheckFailed, Error, errors, errors_random, judge
-from ._harness import Effort, copy_of, time_in_turn
+from ._harness import Effort, copy_of, graphed, time_in_turn
 from .ops import DROP, DTYPES, SUBJECTS, Case
 
 OVERHEAD_SHAPE = (8, 8)
@@ -210,17 +211,24 @@ def _own_input(fn: Callable[..., Tensor], case: Case) -> Callable[[], Tensor]:
 
 
 def measure(
-    config: Config, device: torch.device, effort: Effort, compiler: Compiler, backend: str, seed: int
+    config: Config,
+    device: torch.device,
+    effort: Effort,
+    compiler: Compiler,
+    backend: str,
+    seed: int,
+    peers: Mapping[str, Callable[..., Tensor]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Check, time and count one case: rows for eager, torch.compile (if `config` asks) and pyckpt.
+    """Check, time and count one case: rows for eager, torch.compile (if `config` asks), `peers` and pyckpt.
 
     A row whose result is wrong or whose call raises has no figures and a `status` that begins with "error";
-    where torch.compile is not available it begins with "skipped". Memory is None where it cannot be counted.
+    where torch.compile or a peer does not do it begins with "skipped". Memory is None where it cannot be counted.
     """
     case, grad_output = _draw(config, device, seed)
     rows = {
         "eager": _row(config, case, "eager", "torch"),
         "compile": _row(config, case, "compile", "inductor"),
+        **{name: _row(config, case, name, name) for name in peers},
         "pyckpt": _row(config, case, "pyckpt", backend),
     }
     calls: dict[str, Callable[..., Tensor]] = {"eager": case.eager}
@@ -242,6 +250,12 @@ def measure(
                 rows["compile"]["status"] = f"skipped: wrong result: {error}"
     else:
         del rows["compile"]
+    for name, function in peers.items():
+        try:
+            judge(_errors(function, case, grad_output), PEER_SLACK)
+            calls[name] = function
+        except Exception as error:  # nor may another package's trouble
+            rows[name]["status"] = f"skipped: {type(error).__name__}: {str(error)[:200]}"
     try:
         verify(config, device, seed)
         calls["pyckpt"] = case.pyckpt
@@ -269,6 +283,8 @@ def _measure_times(
     for name, fn in calls.items():
         timed[f"{name} forward"] = partial(fn, *case.inputs)
         timed[f"{name} step"] = _step(fn, case, grad_output)
+    if device.type == "cuda":
+        timed = {name: graphed(call, device) for name, call in timed.items()}
     samples, contention = time_in_turn(timed, effort, device)
     copy_ms = samples[_COPY].median
     eager_forward, eager_step = samples["eager forward"], samples["eager step"]

@@ -1,11 +1,6 @@
-// The pybind11 module pyckpt._C: one thin function per launcher, and what was built. Pointers arrive as integers
-// (Tensor.data_ptr()); shapes, dtypes and devices have been checked by the caller (pyckpt/ops/_native.py).
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+// The pybind11 module pyckpt._C: the CPU launchers of the best instruction set, and what was built.
+#include "bindings.h"
 
-#include <cstdint>
-#include <memory>
-#include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -15,6 +10,9 @@
 #endif
 
 #include "cpu/kernels.h"
+#if defined(PYCKPT_CUDA)
+#include "cuda/bindings.h"
+#endif
 
 namespace py = pybind11;
 using namespace pyckpt;
@@ -22,9 +20,6 @@ using namespace pyckpt;
 extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
 
 namespace {
-
-using Address = std::uintptr_t;
-using Integers = std::vector<int64_t>;
 
 struct Build {
   const char* name;
@@ -78,96 +73,55 @@ void use_isa(const std::string& name) {
   throw std::invalid_argument("instruction set '" + name + "' was not built or does not run on this processor");
 }
 
-template <class T = void>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
-}
+struct Cpu {
+  using Where = int;  // threads
 
-// `view` is empty for operands that are dense in one common order, else sizes followed by each operand's strides.
-StridedView strided(const Integers& view, size_t operands) {
-  const int64_t dims = int64_t(view.size() / (operands + 1));
-  return {dims, view.data(), view.data() + dims};
-}
+  template <class... A>
+  static void activation_forward(A... arguments) {
+    active->kernels->activation_forward(arguments...);
+  }
+  template <class... A>
+  static void activation_backward(A... arguments) {
+    active->kernels->activation_backward(arguments...);
+  }
+  template <class... A>
+  static void dropout(A... arguments) {
+    active->kernels->dropout(arguments...);
+  }
+  template <class... A>
+  static void norm_forward(const A&... arguments) {
+    active->kernels->norm_forward(arguments...);
+  }
+  template <class... A>
+  static void norm_backward(const A&... arguments) {
+    active->kernels->norm_backward(arguments...);
+  }
+  template <class... A>
+  static void softmax_forward(const A&... arguments) {
+    active->kernels->softmax_forward(arguments...);
+  }
+  template <class... A>
+  static void softmax_backward(const A&... arguments) {
+    active->kernels->softmax_backward(arguments...);
+  }
+};
 
-void activation_forward(int op, int dtype, Address x, Address y, int64_t n, const Integers& view, int threads) {
-  const StridedView s = strided(view, 2);
-  active->kernels->activation_forward(op, dtype, pointer(x), pointer(y), n, view.empty() ? nullptr : &s, threads);
-}
-
-void activation_backward(int op, int dtype, Address grad, Address x, Address dx, int64_t n, const Integers& view, int threads) {
-  const StridedView s = strided(view, 3);
-  active->kernels->activation_backward(op, dtype, pointer(grad), pointer(x), pointer(dx), n, view.empty() ? nullptr : &s,
-                                       threads);
-}
-
-void dropout(int dtype, Address x, Address y, int64_t n, const Integers& view, double p, Address seed, int threads) {
-  const StridedView s = strided(view, 2);
-  active->kernels->dropout(dtype, pointer(x), pointer(y), n, view.empty() ? nullptr : &s, p, pointer<int64_t>(seed), threads);
-}
-
-using View = std::array<int64_t, 3>;  // inner, outer stride, inner stride
-
-void norm_forward(int kind, int dtype, int parameter_dtype, int64_t rows, int64_t columns, double eps, Address x, View x_view,
-                  Address weight, Address bias, Address y, Address statistics, bool recompute, int threads) {
-  const NormArguments arguments{kind, dtype,      parameter_dtype, rows,          columns,
-                                eps,  pointer(x), pointer(weight), pointer(bias), {x_view[0], x_view[1], x_view[2]}};
-  active->kernels->norm_forward(arguments, pointer(y), pointer(statistics), recompute, threads);
-}
-
-void norm_backward(int kind, int dtype, int parameter_dtype, int64_t rows, int64_t columns, double eps, Address x, View x_view,
-                   Address weight, Address grad, View grad_view, Address statistics, Address dx, Address dweight, Address dbias,
-                   int64_t blocks, int threads) {
-  const NormArguments arguments{kind, dtype,      parameter_dtype, rows,    columns,
-                                eps,  pointer(x), pointer(weight), nullptr, {x_view[0], x_view[1], x_view[2]}};
-  constexpr std::align_val_t kCacheLine{64};
-  const auto release = [](double* sums) { ::operator delete[](sums, kCacheLine); };
-  std::unique_ptr<double[], decltype(release)> partial(nullptr, release);
-  if (dweight || dbias) partial.reset(new (kCacheLine) double[size_t(blocks * 2 * columns)]);
-  const NormGradients gradients{pointer(grad),
-                                pointer(statistics),
-                                {grad_view[0], grad_view[1], grad_view[2]},
-                                pointer(dx),
-                                pointer(dweight),
-                                pointer(dbias),
-                                partial.get(),
-                                blocks};
-  active->kernels->norm_backward(arguments, gradients, threads);
-}
-
-// rows: for each leading dimension its size, then x's strides, then the mask's, then grad's (as far as given).
-SoftmaxArguments softmax_arguments(int dtype, Address x, const Integers& rows, int64_t dims, int64_t columns, double scale,
-                                   int mask_kind, Address mask, int64_t mask_step, int64_t causal_offset, bool causal,
-                                   double dropout_p, Address seed) {
-  const int64_t* sizes = rows.data();
-  return {dtype,
-          pointer(x),
-          sizes + dims,
-          dims,
-          sizes,
-          columns,
-          scale,
-          {mask_kind, pointer(mask), sizes + 2 * dims, mask_step},
-          causal ? causal_offset : kNotCausal,
-          dropout_p,
-          pointer<int64_t>(seed)};
-}
-
-void softmax_forward(int dtype, Address x, const Integers& rows, int64_t dims, int64_t columns, double scale, int mask_kind,
-                     Address mask, int64_t mask_step, int64_t causal_offset, bool causal, double dropout_p, Address seed,
-                     Address y, Address statistics, bool recompute, int threads) {
-  active->kernels->softmax_forward(
-      softmax_arguments(dtype, x, rows, dims, columns, scale, mask_kind, mask, mask_step, causal_offset, causal, dropout_p, seed),
-      pointer(y), pointer(statistics), recompute, threads);
-}
-
-void softmax_backward(int dtype, Address x, const Integers& rows, int64_t dims, int64_t columns, double scale, int mask_kind,
-                      Address mask, int64_t mask_step, int64_t causal_offset, bool causal, double dropout_p, Address seed,
-                      Address grad, Address y, Address statistics, Address dx, double grad_scale, bool masked, int threads) {
-  const SoftmaxGradients gradients{
-      pointer(grad), rows.data() + 3 * dims, pointer(y), pointer(statistics), pointer(dx), grad_scale, masked};
-  active->kernels->softmax_backward(
-      softmax_arguments(dtype, x, rows, dims, columns, scale, mask_kind, mask, mask_step, causal_offset, causal, dropout_p, seed),
-      gradients, threads);
+// The CUDA kernels that were built: None if there are none, and the reason in "no_cuda".
+void describe_cuda(py::dict& info) {
+#if defined(PYCKPT_CUDA)
+  const auto split = [](const std::string& list) {
+    return list.empty() ? py::list() : py::list(py::str(list).attr("split")(","));
+  };
+  py::dict cuda;
+  cuda["compiler"] = PYCKPT_CUDA;
+  cuda["archs"] = split(PYCKPT_CUDA_SASS);
+  cuda["ptx"] = split(PYCKPT_CUDA_PTX);
+  info["cuda"] = cuda;
+  info["no_cuda"] = "";
+#else
+  info["cuda"] = py::none();
+  info["no_cuda"] = PYCKPT_NO_CUDA;
+#endif
 }
 
 py::dict build_info() {
@@ -178,7 +132,7 @@ py::dict build_info() {
   std::vector<std::string> names;
   for (const Build& build : builds) names.push_back(build.name);
   info["isas"] = names;
-  info["cuda"] = py::none();
+  describe_cuda(info);
   info["openmp"] = GOMP_parallel != nullptr;
   return info;
 }
@@ -194,12 +148,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("supported_isas", &supported_isas);
   m.def("use_isa", &use_isa);
   m.def("isa", [] { return active->name; });
-  using Release = py::call_guard<py::gil_scoped_release>;
-  m.def("activation_forward", &activation_forward, Release());
-  m.def("activation_backward", &activation_backward, Release());
-  m.def("dropout", &dropout, Release());
-  m.def("norm_forward", &norm_forward, Release());
-  m.def("norm_backward", &norm_backward, Release());
-  m.def("softmax_forward", &softmax_forward, Release());
-  m.def("softmax_backward", &softmax_backward, Release());
+  Bindings<Cpu>::define(m);
+#if defined(PYCKPT_CUDA)
+  py::module_ cuda = m.def_submodule("cuda", "The same on tensors of a GPU; (device's index, stream) is the last argument.");
+  bind_cuda(cuda);
+#endif
 }

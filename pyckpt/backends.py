@@ -154,10 +154,8 @@ def disabled() -> bool:
     return off
 
 
-OLDEST_TRITON, NEWEST_TRITON = (
-    (3, 6),
-    (3, 8),
-)  # minor versions that the tests are run with; older ones are refused
+# Minor versions that the tests are run with; older ones are refused.
+OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 8)
 
 
 @functools.cache
@@ -167,10 +165,8 @@ def triton_problem() -> str:
         return "Triton is not installed; pip install triton"
     try:
         version = metadata.version("triton")
-    except (
-        metadata.PackageNotFoundError
-    ):  # a distribution under another name: importing its kernels will tell
-        return ""
+    except metadata.PackageNotFoundError:
+        return ""  # a distribution under another name: importing its kernels will tell
     found = re.match(r"(\d+)\.(\d+)", version)
     if found and (int(found[1]), int(found[2])) < OLDEST_TRITON:
         return (
@@ -195,6 +191,56 @@ def triton_autotune() -> bool:
     return os.environ.get("PYCKPT_TRITON_AUTOTUNE", "") not in ("", "0")
 
 
+def covers(archs: list[str], ptx: list[str], capability: tuple[int, int]) -> bool:
+    """Whether code for `archs` ("90", "90a"), or `ptx`, runs on a GPU of that compute capability.
+
+    Compiled code runs on GPUs of its major version that are not older; PTX on all that are not older; arch-specific code
+    (90a) on its own alone, and of a family (100f) on its major version. See the CUDA C++ Programming Guide, "Compatibility".
+    """
+
+    def runs(arch: str, anywhere: bool) -> bool:
+        number = int(arch.rstrip("af"))
+        major, minor = divmod(number, 10)
+        if arch.endswith("a"):
+            return (major, minor) == capability
+        if arch.endswith("f") or not anywhere:
+            return major == capability[0] and minor <= capability[1]
+        return (major, minor) <= capability
+
+    return any(runs(a, anywhere=False) for a in archs) or any(runs(a, anywhere=True) for a in ptx)
+
+
+def built_for(cuda: dict[str, Any]) -> str:
+    """The architectures in ``build_info()["cuda"]`` as text."""
+    return ", ".join(
+        [f"sm_{arch}" for arch in cuda["archs"]] + [f"PTX of compute_{arch}" for arch in cuda["ptx"]]
+    )
+
+
+@functools.cache
+def _why_no_cuda() -> str:
+    if native is None:
+        return _why_no_native
+    info = native.build_info()
+    built = info["cuda"]
+    if built is None:
+        return f"built without CUDA: {info['no_cuda']}"
+    if not torch.cuda.is_available():
+        return f"no GPU that torch {torch.__version__} can use (torch.cuda.is_available() is False)"
+    bindings: Any = torch._C  # whose stubs of CPU builds know nothing of it
+    driver = bindings._cuda_getDriverVersion() // 1000
+    if driver < int(built["compiler"].partition(".")[0]):
+        return (
+            f"built with CUDA {built['compiler']}, for which the driver is too old (it supports CUDA {driver}); update the "
+            "driver, or reinstall pyckpt with an older toolkit in CUDA_HOME"
+        )
+    capability = torch.cuda.get_device_capability()
+    if not covers(built["archs"], built["ptx"], capability):
+        number = "{}{}".format(*capability)
+        return f"this GPU is sm_{number}; built for {built_for(built)}; set PYCKPT_CUDA_ARCHS={number} and reinstall pyckpt"
+    return ""
+
+
 register("reference", None)
 if native is not None:
     if isa := os.environ.get("PYCKPT_CPU_ISA"):
@@ -205,7 +251,7 @@ if native is not None:
     register("cpu", "cpu", default=True)
 else:
     register("cpu", "cpu", _why_no_native)
-register("cuda", "cuda", "this version has no CUDA kernels yet")
+register("cuda", "cuda", _why_no_cuda)
 register("triton", "cuda", _why_no_triton)
 
 _environment: Backend | None = None

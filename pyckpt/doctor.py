@@ -208,6 +208,7 @@ def describe() -> str:
             for name, backend in backends.available().items()
         },
         "CPU kernels": _cpu_kernels(),
+        "CUDA kernels": _cuda_kernels(),
         "Environment": {k: v for k, v in sorted(os.environ.items()) if _VARIABLES.match(k)}
         or {"(none set)": ""},
         "Ops have run on": _ops(),
@@ -280,6 +281,23 @@ def _cpu_kernels() -> dict[str, str]:
         found["built"] = ", ".join(info["isas"])
     found["threads"] = str(torch.get_num_threads())
     found["OpenMP"] = _openmp()
+    return found
+
+
+def _cuda_kernels() -> dict[str, str]:
+    info = {} if backends.native is None else backends.native.build_info()
+    built = info.get("cuda")
+    if not built:
+        return {"built": f"no: {info.get('no_cuda', 'no C++ compiler')}"}
+    found = {"built": f"nvcc {built['compiler']}, for {backends.built_for(built)}"}
+    for i in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(i)
+        covered = backends.covers(built["archs"], built["ptx"], capability)
+        number = "{}{}".format(*capability)
+        verdict = (
+            "covered" if covered else f"not covered: set PYCKPT_CUDA_ARCHS={number} and reinstall pyckpt"
+        )
+        found[f"GPU {i}"] = f"sm_{number}, {verdict}"
     return found
 
 

@@ -1,5 +1,6 @@
 """Fixtures: the backends of this machine, the instruction sets of its processor, reproducible random numbers."""
 
+import functools
 import os
 import platform
 
@@ -10,9 +11,9 @@ import pytest
 import torch
 
 from pyckpt import _checks, backends, engine
-from tests import _interpreter
+from tests import _interpreter, simt
 
-BACKENDS = ["reference", "cpu", "cuda", "triton", "triton_interpreted"]
+BACKENDS = ["reference", "cpu", "cuda", "triton", "cuda_emulated", "triton_interpreted"]
 ISAS = ["x86-64-v2", "x86-64-v3", "x86-64-v4"] if platform.machine() in ("x86_64", "AMD64") else ["baseline"]
 
 _interpreter.register()
@@ -39,10 +40,21 @@ def unlearned(monkeypatch):
     monkeypatch.setattr(_checks, "warned", set())
 
 
+@functools.cache
+def _install_emulated():
+    """csrc/cuda as a backend for CPU tensors, built on first use; PYCKPT_TEST_SIMT=check: watching every access."""
+    try:
+        simt.install("cuda_emulated", os.environ.get("PYCKPT_TEST_SIMT", "fast"))
+    except simt.Missing as missing:
+        backends.register("cuda_emulated", "cpu", f"cannot be built here: {missing}")
+
+
 @pytest.fixture(params=BACKENDS)
 def backend(request):
     """Runs the test on each backend, whose device is then where torch makes tensors; skips with the reason where one is not
     available."""
+    if request.param == "cuda_emulated":
+        _install_emulated()
     state = backends.available()[request.param]
     if not state.available:
         pytest.skip(f"backend {request.param}: {state.unavailable}")

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -27,6 +28,60 @@ def test_backend_names():
     with pytest.raises(KeyError), backends.use("reference"):
         raise KeyError
     assert backends.select("cpu") == before
+
+
+def test_reason_is_asked_for_late(monkeypatch):
+    asked = []
+    monkeypatch.setattr(backends, "_backends", dict(backends._backends))
+    backends.register("slow to find", "xpu", lambda: asked.append(1) or "not here")
+    assert not asked
+    with pytest.raises(RuntimeError, match="backend 'slow to find' is not available here: not here"):
+        backends.use("slow to find").__enter__()
+    assert asked
+
+
+COVERED = [  # archs, PTX, compute capability of a GPU, whether it can run them
+    (["80", "90", "100"], ["100"], (9, 0), True),
+    (["80"], [], (8, 6), True),
+    (["86"], [], (8, 0), False),
+    (["80"], [], (9, 0), False),
+    (["80"], ["80"], (9, 0), True),
+    (["100"], ["100"], (9, 0), False),
+    (["100"], ["100"], (12, 1), True),
+    (["90a"], ["90a"], (9, 0), True),
+    (["90a"], ["90a"], (10, 0), False),
+    (["100f"], [], (10, 3), True),
+    (["100f"], ["100f"], (12, 0), False),
+]
+
+
+@pytest.mark.parametrize(("archs", "ptx", "capability", "covered"), COVERED)
+def test_covered_gpus(archs, ptx, capability, covered):
+    assert backends.covers(archs, ptx, capability) is covered
+
+
+def cuda_of(monkeypatch, *, cuda, gpu=None, driver=13020):
+    """Why the backend cuda is unavailable on a machine with that build, GPU and driver; empty if it is available."""
+    info = {"cuda": cuda, "no_cuda": "" if cuda else "no nvcc was found"}
+    monkeypatch.setattr(backends, "native", types.SimpleNamespace(build_info=lambda: info))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+    return backends._why_no_cuda.__wrapped__()
+
+
+def test_why_cuda_is_unavailable(monkeypatch):
+    built = {"compiler": "13.0.88", "archs": ["80", "90"], "ptx": ["90"]}
+    assert cuda_of(monkeypatch, cuda=None) == "built without CUDA: no nvcc was found"
+    assert "no GPU that torch" in cuda_of(monkeypatch, cuda=built)
+    assert cuda_of(monkeypatch, cuda=built, gpu=(9, 0)) == ""
+    assert cuda_of(monkeypatch, cuda=built, gpu=(12, 0)) == ""
+    assert cuda_of(monkeypatch, cuda=built, gpu=(7, 5)) == (
+        "this GPU is sm_75; built for sm_80, sm_90, PTX of compute_90; set PYCKPT_CUDA_ARCHS=75 and reinstall pyckpt"
+    )
+    assert "the driver is too old (it supports CUDA 12)" in cuda_of(
+        monkeypatch, cuda=built, gpu=(9, 0), driver=12080
+    )
 
 
 def test_backend_of_create_graph_is_the_forwards(monkeypatch, native):

@@ -8,7 +8,7 @@ namespace pyckpt {
 namespace PYCKPT_ISA {
 
 void dropout(int dtype, const void* x, void* y, int64_t n, const StridedView* view, double p, const int64_t* seed, int threads) {
-  const DropoutRule rule = dropout_rule(p, seed);
+  const DropoutRule rule = dropout_rule(p, uint64_t(*seed));
   with_arithmetic(dtype, [&](auto type) {
     using F = typename decltype(type)::type;
     map_elements<F, 1>(dtype, view, n, {x}, y, threads, [&](int64_t begin, int64_t count, const F* const* in, F* out) {

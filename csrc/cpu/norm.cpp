@@ -1,8 +1,7 @@
 // LayerNorm (Ba et al., 2016) and RMSNorm (Zhang & Sennrich, 2019) over the last `columns` elements of each row.
 //
 // Statistics, per row, in float (double for double): LayerNorm keeps mean, what the mean lost to rounding, and
-// rstd = 1 / sqrt(variance + eps); RMSNorm keeps rstd. Subtracting both parts of the mean keeps x - mean exact to one
-// rounding however large the mean is.
+// rstd = 1 / sqrt(variance + eps); RMSNorm keeps rstd.
 // Forward reads x once from memory (the further passes over a row find it in cache) and writes y; recompute does the same
 // from the saved statistics, without the passes that compute them; backward reads grad and x and writes dx: 2, 2 and 3
 // elements moved per element.
@@ -16,18 +15,6 @@ namespace PYCKPT_ISA {
 
 static inline int64_t row_offset(const RowView& view, int64_t row) {
   return row / view.inner * view.outer_stride + row % view.inner * view.inner_stride;
-}
-
-template <class F>
-struct RowStatistics {
-  F mean, residual, rstd;  // the first two zero for RMSNorm
-  F shift() const { return -(residual * rstd); }
-};
-
-// h = (x - mean - residual) rstd; x - mean is exact where the mean is large, and the rest is one multiply-add.
-template <bool kCentred, class F>
-PYCKPT_HD F normalised(F x, F mean, F rstd, F shift) {
-  return kCentred ? fused(x - mean, rstd, shift) : x * rstd;
 }
 
 template <bool kCentred, class F>
@@ -58,13 +45,12 @@ static inline RowStatistics<F> compute_statistics(const F* x, int64_t n, double 
     if (shift * shift <= 16 * variance || pass == 1) break;
     guess = F(double(guess) + shift);
   }
-  const double mean = double(guess) + shift;
-  return {F(mean), F(mean - double(F(mean))), F(1.0 / __builtin_sqrt((variance < 0.0 ? 0.0 : variance) + eps))};
+  return rounded_statistics<F>(double(guess) + shift, variance, eps);
 }
 
 template <bool kCentred, class F>
 static inline void write_row(int64_t n, const F* x, const RowStatistics<F> row, const F* weight, const F* bias, F* y) {
-  const F mean = row.mean, rstd = row.rstd, shift = row.shift();
+  const F mean = row.mean, rstd = row.rstd, shift = shift_of(row);
   if (weight && bias) {
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) y[i] = fused(normalised<kCentred>(x[i], mean, rstd, shift), weight[i], bias[i]);
@@ -120,7 +106,7 @@ static inline void reduce_rows(int64_t n, const F* const* x, const F* const* gra
     sums[k] = {0, 0};
     mean[k] = rows[k].mean;
     rstd[k] = rows[k].rstd;
-    shift[k] = rows[k].shift();
+    shift[k] = shift_of(rows[k]);
   }
   for (int64_t start = 0; start < n; start += kChunk) {
     const int64_t end = smaller(n, start + kChunk);
@@ -158,17 +144,16 @@ static inline void reduce_rows(int64_t n, const F* const* x, const F* const* gra
 template <bool kCentred, bool kWeight, class F>
 static inline void input_gradient(int64_t n, const F* x, const F* grad, const F* weight, const RowStatistics<F> row,
                                   const Pair<double> sums, double eps, F* dx) {
-  const F mean = row.mean, rstd = row.rstd, shift = row.shift();
-  if (n == 1) {  // LayerNorm: constant, gradient 0 (NaN where x is). RMSNorm: v (1 - h^2) = v eps rstd^2, without cancellation
-    const double r = double(rstd), v = double(kWeight ? grad[0] * weight[0] : grad[0]);
-    dx[0] = F(kCentred ? 0.0 * r : v * eps * r * r * r);
+  const F mean = row.mean, rstd = row.rstd, shift = shift_of(row);
+  if (n == 1) {
+    dx[0] = norm_gradient_of_one<kCentred>(kWeight ? grad[0] * weight[0] : grad[0], rstd, eps);
     return;
   }
   const F along = F(sums.first / double(n)), level = kCentred ? F(sums.second / double(n)) : F(0);
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
-    const F centred = kWeight ? fused(grad[i], weight[i], -level) : grad[i] - level;
-    dx[i] = rstd * fused(-normalised<kCentred>(x[i], mean, rstd, shift), along, centred);
+    const F h = normalised<kCentred>(x[i], mean, rstd, shift);
+    dx[i] = norm_gradient<kWeight>(h, grad[i], kWeight ? weight[i] : F(1), rstd, along, level);
   }
 }
 
@@ -206,7 +191,7 @@ static void add_blocks(const double* sums, int64_t blocks, int64_t n, int dtype,
 
 template <bool kCentred, bool kWeight, bool kParameters, class F>
 static void backward_rows(const NormArguments& a, const NormGradients& out, int threads) {
-  double* partial = out.partial;
+  double* partial = static_cast<double*>(out.partial);
   const F* statistics = static_cast<const F*>(out.statistics);
   const int64_t n = a.columns, block_rows = divide_up(a.rows, out.blocks);
   parallel_rows(out.blocks, n * block_rows, threads, [&](int64_t first, int64_t last) {

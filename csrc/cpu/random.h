@@ -1,19 +1,10 @@
-// Dropout masks. An element is kept where its Philox word is at least p 2^32; nothing else is ever stored of a mask.
+// Dropout masks: the factors of many elements at once. Nothing is ever stored of a mask.
 #pragma once
 
 #include "parallel.h"
 
 namespace pyckpt {
 namespace PYCKPT_ISA {
-
-struct DropoutRule {
-  uint64_t key;
-  uint32_t threshold;
-  double keep_scale;  // 1 / (1 - p); 0 where p = 1, so that everything is dropped
-};
-static inline DropoutRule dropout_rule(double p, const int64_t* seed) {
-  return {uint64_t(*seed), p >= 1 ? 0 : uint32_t(p * 4294967296.0), p >= 1 ? 0 : 1 / (1 - p)};
-}
 
 constexpr int64_t kMaskBlock = 256;
 

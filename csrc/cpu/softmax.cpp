@@ -38,13 +38,7 @@ static inline int64_t visible_columns(const SoftmaxArguments& a, int64_t query) 
   return larger(0, smaller(a.columns, query + a.causal_offset + 1));
 }
 
-template <class F>
-PYCKPT_HD F infinity() {
-  return F(__builtin_huge_val());
-}
-
-// scores[i] = scale x[i] + mask[i], or -inf where masked: what lies behind a mask, even NaN, is not looked at. Returns whether
-// the mask keeps anything, and in `top` the maximum. `staged` has room for a row of the mask.
+// scores[i] = scale x[i] + mask[i], or -inf where masked. Returns whether the mask keeps anything, and in `top` the maximum. `staged` has room for a row of the mask.
 template <class F>
 static inline bool row_scores(const SoftmaxArguments& a, const F* x, int64_t mask_offset, int64_t visible, F* staged, F* scores,
                               F* top) {
@@ -61,7 +55,7 @@ static inline bool row_scores(const SoftmaxArguments& a, const F* x, int64_t mas
     for (int64_t i = 0; i < visible; ++i) {
       const int k = keep[i * step];
       kept |= k;
-      scores[i] = k ? x[i] * scale : lowest;
+      scores[i] = kept_score(x[i], scale, k);
     }
     *top = maximum_over<F>(visible, [=](int64_t i) { return scores[i]; });
     return kept != 0;
@@ -75,7 +69,7 @@ static inline bool row_scores(const SoftmaxArguments& a, const F* x, int64_t mas
   for (int64_t i = 0; i < visible; ++i) {
     const F m = add[i];
     kept |= m != lowest;
-    scores[i] = m == lowest ? lowest : fused(x[i], scale, m);
+    scores[i] = biased_score(x[i], scale, m);
   }
   *top = maximum_over<F>(visible, [=](int64_t i) { return scores[i]; });
   return kept != 0;
@@ -93,21 +87,6 @@ static inline void with_factors(const DropoutRule& rule, int64_t first, int64_t 
   }
 }
 
-// e / sum by the reciprocal and one correction: a division's result at a multiplication's price. A row in which nothing is kept
-// has sum 0 and gives 0.
-template <class F>
-struct Quotient {
-  F sum, inverse;
-  explicit Quotient(F total) : sum(total), inverse(total == F(0) ? F(0) : F(1) / total) {}
-  F operator()(F e) const {
-#if !defined(PYCKPT_FUSED)
-    return sum == F(0) ? F(0) : e / sum;
-#endif
-    const F q = e * inverse;
-    return fused(fused(-q, sum, e), inverse, q);
-  }
-};
-
 // p = exp(score - maximum) / sum: with maximum and sum at hand, the same bits in forward, recompute and backward.
 template <class F>
 static void forward_rows(const SoftmaxArguments& a, void* y, F* statistics, bool recompute, int threads) {
@@ -115,7 +94,7 @@ static void forward_rows(const SoftmaxArguments& a, void* y, F* statistics, bool
   parallel_rows(rows, n, threads, [&](int64_t begin, int64_t end) {
     const Scratch<F> scratch(4 * n);
     F* scores = scratch.at(3 * n);
-    const DropoutRule rule = a.seed ? dropout_rule(a.dropout_p, a.seed) : DropoutRule{};
+    const DropoutRule rule = a.seed ? dropout_rule(a.dropout_p, uint64_t(*a.seed)) : DropoutRule{};
     for (int64_t row = begin; row < end; ++row) {
       const RowCursor at = locate(a, nullptr, row);
       const int64_t visible = visible_columns(a, at.query);
@@ -135,26 +114,20 @@ static void forward_rows(const SoftmaxArguments& a, void* y, F* statistics, bool
         statistics[row] = top;
         statistics[rows + row] = sum;
       }
-      const Quotient<F> quotient(sum);
+      const F inverse = inverse_of(sum);
       if (a.seed) {
         with_factors<F>(rule, row * n, visible, [&](int64_t start, int64_t count, const F* factors) {
 #pragma omp simd
-          for (int64_t i = 0; i < count; ++i) out[start + i] = quotient(scores[start + i]) * factors[i];
+          for (int64_t i = 0; i < count; ++i) out[start + i] = quotient(scores[start + i], sum, inverse) * factors[i];
         });
       } else {
 #pragma omp simd
-        for (int64_t i = 0; i < visible; ++i) out[i] = quotient(scores[i]);
+        for (int64_t i = 0; i < visible; ++i) out[i] = quotient(scores[i], sum, inverse);
       }
       for (int64_t i = visible; i < n; ++i) out[i] = F(0);
       narrow(a.dtype, out, y, row * n, n);
     }
   });
-}
-
-// Where something may be masked, a probability of zero hides its gradient, which may hold NaN from a masked value.
-template <bool kMasked, class F>
-PYCKPT_HD F weighted(F p, F g) {
-  return kMasked && p == F(0) ? F(0) : p * g;
 }
 
 // dx = grad_scale p (g - sum(g p)), g the gradient (times the dropout factor), p saved (y) or formed again from x.
@@ -165,7 +138,7 @@ static void backward_rows(const SoftmaxArguments& a, const SoftmaxGradients& out
   parallel_rows(rows, n, threads, [&](int64_t begin, int64_t end) {
     const Scratch<F> scratch(6 * n);
     const F scale = F(out.grad_scale);
-    const DropoutRule rule = a.seed ? dropout_rule(a.dropout_p, a.seed) : DropoutRule{};
+    const DropoutRule rule = a.seed ? dropout_rule(a.dropout_p, uint64_t(*a.seed)) : DropoutRule{};
     for (int64_t row = begin; row < end; ++row) {
       const RowCursor at = locate(a, out.grad_strides, row);
       const int64_t visible = visible_columns(a, at.query);
@@ -180,11 +153,11 @@ static void backward_rows(const SoftmaxArguments& a, const SoftmaxGradients& out
         F top;
         row_scores(a, x, at.mask, visible, scratch.at(5 * n), again, &top);
         top = statistics[row];
-        const Quotient<F> quotient(statistics[rows + row]);
+        const F sum = statistics[rows + row], inverse = inverse_of(sum);
         with_factors<F>(rule, row * n, visible, [&](int64_t start, int64_t count, const F* factors) {
 #pragma omp simd
           for (int64_t i = 0; i < count; ++i) {
-            again[start + i] = quotient(exp_nonpositive(again[start + i] - top));
+            again[start + i] = quotient(exp_nonpositive(again[start + i] - top), sum, inverse);
             dropped[start + i] = g[start + i] * factors[i];
           }
         });
@@ -194,7 +167,7 @@ static void backward_rows(const SoftmaxArguments& a, const SoftmaxGradients& out
       const F dot =
           dot_over<F>(visible, [=](int64_t i) { return p[i]; }, [=](int64_t i) { return kMasked && p[i] == F(0) ? F(0) : g[i]; });
 #pragma omp simd
-      for (int64_t i = 0; i < visible; ++i) dx[i] = weighted<kMasked>(p[i], g[i] - dot) * scale;
+      for (int64_t i = 0; i < visible; ++i) dx[i] = weighted(kMasked, p[i], g[i] - dot) * scale;
       for (int64_t i = visible; i < n; ++i) dx[i] = F(0);
       narrow(a.dtype, dx, out.dx, row * n, n);
     }

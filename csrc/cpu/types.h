@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-#include "../math.h"
+#include "../row_math.h"
 #include "kernels.h"
 
 namespace pyckpt {

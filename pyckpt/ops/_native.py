@@ -1,8 +1,9 @@
-"""From tensors to the arguments of the C++ kernels: addresses, dtype codes, strides."""
+"""From tensors to the arguments of the C++ kernels: addresses, dtype codes, strides. The same for every device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,27 @@ import torch
 from .. import backends
 from ._registry import DTYPES
 
-native = backends.native
+
+@dataclass(frozen=True)
+class Kernels:
+    """The C++ kernels of one backend, whose functions (csrc/bindings.h) have the same arguments on each, up to the last."""
+
+    backend: str
+    module: Any
+    #: The last argument of a call on a tensor: threads, or device and stream.
+    where: Callable[[torch.Tensor], Any]
+    #: (x, rows, columns) -> memory for norm_backward's sums: blocks x 2 x columns.
+    partial_sums: Callable[[torch.Tensor, int, int], torch.Tensor]
+
+
+def _cpu_partial_sums(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    # Blocks depend on the shape alone, so that sums do not depend on the number of threads. A block's sums cost as much as some
+    # rows do: it has 32 or more, and work enough for a thread.
+    blocks = max(1, min(64, rows // 32, rows * columns // 16384))
+    return torch.empty((blocks, 2, columns), dtype=torch.float64)
+
+
+CPU = Kernels("cpu", backends.native, lambda _: torch.get_num_threads(), _cpu_partial_sums)
 
 
 def code(tensor: torch.Tensor) -> int:
@@ -33,7 +54,12 @@ def strided(grad: torch.Tensor) -> torch.Tensor:
 
 def like(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether a kernel may read the strided `a` where it expects a tensor of b's shape and dtype."""
-    return a.dtype is b.dtype and a.shape == b.shape and ((a.is_cpu and b.is_cpu) or a.device == b.device)
+    return a.dtype is b.dtype and a.shape == b.shape and together(a, b)
+
+
+def together(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether both lie on one device. (Comparing torch.device costs seven times is_cpu.)"""
+    return (a.is_cpu and b.is_cpu) or a.device == b.device
 
 
 def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:

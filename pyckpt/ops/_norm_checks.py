@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._native import like
+from ._native import like, together
 from ._norm_definition import STATISTICS
 from ._registry import DTYPES, describe, dtype_problem, is_plain, refused
 
@@ -73,7 +73,7 @@ def check_statistics(kind: int, x: Tensor, rows: int, statistics: Tensor) -> Non
     if (
         statistics.shape != (STATISTICS[kind], rows)
         or statistics.dtype is not DTYPES[x.dtype][1]
-        or statistics.device != x.device
+        or not together(statistics, x)
     ):
         raise refused(f"{describe('statistics', statistics)} are not those of {describe('x', x)}")
 
@@ -84,6 +84,6 @@ def check_grad(
     if not like(grad, x):
         raise refused(f"{describe('grad', grad)} does not fit {describe('x', x)}")
     if weight is not None and (
-        weight.dtype is not parameter_dtype or weight.shape != tuple(shape) or weight.device != x.device
+        weight.dtype is not parameter_dtype or weight.shape != tuple(shape) or not together(weight, x)
     ):
         raise refused(f"{describe('weight', weight)} does not fit {describe('x', x)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._native import like
+from ._native import like, together
 from ._registry import DTYPES, describe, refused
 from ._softmax_definition import Options, statistics_shape
 from .dropout import check_random
@@ -63,7 +63,7 @@ def check_statistics(x: Tensor, statistics: Tensor) -> None:
     if (
         statistics.shape != statistics_shape(x)
         or statistics.dtype is not DTYPES[x.dtype][1]
-        or statistics.device != x.device
+        or not together(statistics, x)
     ):
         raise refused(f"{describe('statistics', statistics)} are not those of {describe('x', x)}")
 

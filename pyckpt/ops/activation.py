@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._records import regions
-from ._native import code, elementwise_view, like, native, resolved, strided
+from ._native import CPU, Kernels, code, elementwise_view, like, resolved, strided
 from ._registry import (
     DTYPES,
     Function,
@@ -132,36 +132,44 @@ silu_fwd.differentiable(lambda x: ActivationFunction.apply(x, _SILU))
 relu_fwd.differentiable(lambda x: ActivationFunction.apply(x, _RELU))
 
 
-def _cpu_forward(op: int, x: Tensor) -> Tensor:
+def _forward(kernels: Kernels, op: int, x: Tensor) -> Tensor:
     x = resolved(x)
     y = torch.empty_like(x)
     view = [] if x.is_contiguous() else elementwise_view(x, y)
-    native.activation_forward(
-        op, code(x), x.data_ptr(), y.data_ptr(), x.numel(), view, torch.get_num_threads()
+    kernels.module.activation_forward(
+        op, code(x), x.data_ptr(), y.data_ptr(), x.numel(), view, kernels.where(x)
     )
     return y
 
 
-def _cpu_backward(op: int, grad: Tensor, x: Tensor) -> Tensor:
+def _backward(kernels: Kernels, op: int, grad: Tensor, x: Tensor) -> Tensor:
     grad = strided(grad)
     if not like(grad, x):
         raise refused(f"{describe('grad', grad)} does not fit {describe('x', x)}")
     grad, x = resolved(grad), resolved(x)
     dx = torch.empty_like(x)
     view = [] if grad.is_contiguous() and x.is_contiguous() else elementwise_view(grad, x, dx)
-    native.activation_backward(
-        op, code(x), grad.data_ptr(), x.data_ptr(), dx.data_ptr(), x.numel(), view, torch.get_num_threads()
+    kernels.module.activation_backward(
+        op, code(x), grad.data_ptr(), x.data_ptr(), dx.data_ptr(), x.numel(), view, kernels.where(x)
     )
     return dx
 
 
 _GELU_CODES = {"none": 0, "tanh": 1, "sigmoid": 4}
-gelu_fwd.kernel("cpu")(lambda x, approximate: _cpu_forward(_GELU_CODES[approximate], x))
-gelu_bwd.kernel("cpu")(lambda grad, x, approximate: _cpu_backward(_GELU_CODES[approximate], grad, x))
-silu_fwd.kernel("cpu")(lambda x: _cpu_forward(2, x))
-silu_bwd.kernel("cpu")(lambda grad, x: _cpu_backward(2, grad, x))
-relu_fwd.kernel("cpu")(lambda x: _cpu_forward(3, x))
-relu_bwd.kernel("cpu")(lambda grad, y: _cpu_backward(3, grad, y))
+
+
+def register(kernels: Kernels) -> None:
+    """Lets `kernels` compute these ops on its backend."""
+    name = kernels.backend
+    gelu_fwd.kernel(name)(lambda x, approximate: _forward(kernels, _GELU_CODES[approximate], x))
+    gelu_bwd.kernel(name)(lambda grad, x, approximate: _backward(kernels, _GELU_CODES[approximate], grad, x))
+    silu_fwd.kernel(name)(lambda x: _forward(kernels, 2, x))
+    silu_bwd.kernel(name)(lambda grad, x: _backward(kernels, 2, grad, x))
+    relu_fwd.kernel(name)(lambda x: _forward(kernels, 3, x))
+    relu_bwd.kernel(name)(lambda grad, y: _backward(kernels, 3, grad, y))
+
+
+register(CPU)
 
 
 def _guard(x: Tensor, approximate: str = "none") -> None:

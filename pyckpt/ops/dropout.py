@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._native import code, elementwise_view, native, resolved, strided
+from ._native import CPU, Kernels, code, elementwise_view, resolved, strided
 from ._registry import (
     DTYPES,
     Function,
@@ -120,20 +120,28 @@ def check_random(x: Tensor, seed: Tensor | None, p: float) -> None:
 dropout_op.guard = check_random
 
 
-@dropout_op.kernel("cpu")
-def _cpu_dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
+def _dropout(kernels: Kernels, x: Tensor, seed: Tensor, p: float) -> Tensor:
     x = resolved(strided(x))
     if x.dim() and x.stride(-1) != 1 and not x.is_contiguous():
         # Masks count elements in logical order, in which these lie far apart: torch's copies into contiguous memory go by tiles.
         y = torch.empty_like(x)
         order = sorted(range(x.dim()), key=lambda d: -y.stride()[d])
-        y.permute(order).copy_(_cpu_dropout(x.contiguous(), seed, p).permute(order))
+        y.permute(order).copy_(_dropout(kernels, x.contiguous(), seed, p).permute(order))
         return y
     y = torch.empty_like(x)
     view = [] if x.is_contiguous() else elementwise_view(x, y, ordered=True)
-    threads = torch.get_num_threads()
-    native.dropout(code(x), x.data_ptr(), y.data_ptr(), x.numel(), view, p, seed.data_ptr(), threads)
+    kernels.module.dropout(
+        code(x), x.data_ptr(), y.data_ptr(), x.numel(), view, p, seed.data_ptr(), kernels.where(x)
+    )
     return y
+
+
+def register(kernels: Kernels) -> None:
+    """Lets `kernels` compute this op on its backend."""
+    dropout_op.kernel(kernels.backend)(lambda x, seed, p: _dropout(kernels, x, seed, p))
+
+
+register(CPU)
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

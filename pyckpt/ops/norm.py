@@ -3,7 +3,7 @@ https://arxiv.org/abs/1910.07467).
 
 Saved for backward: the input and, per row, float32 statistics (float64 for double): LayerNorm 3 (mean, the part of the mean
 lost to rounding, rstd), RMSNorm 1 (rstd). The output is recomputed from these by the forward's last pass, bit for bit.
-Parameter gradients are summed in a fixed order, by blocks of rows, in float64.
+Parameter gradients are summed in a fixed order, by blocks of rows; blocks are added in float64.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._native import address, as_rows, code, contiguous_like, dense, native, strided
+from ._native import CPU, Kernels, address, as_rows, code, contiguous_like, dense, strided
 from ._norm_checks import check_arguments, check_grad, check_statistics, lowered_problem, problem
 from ._norm_definition import (
     LAYER,
@@ -69,7 +69,8 @@ def _new_gradients(
     return dx, dweight, dbias
 
 
-def _cpu_forward(
+def _forward(
+    kernels: Kernels,
     kind: int,
     x: Tensor,
     shape: Sequence[int],
@@ -87,22 +88,29 @@ def _cpu_forward(
     rows_of_x, view = as_rows(x, len(shape), columns)
     weight, bias = dense(weight), dense(bias)
     parameter = weight if weight is not None else bias if bias is not None else x
-    native.norm_forward(
+    kernels.module.norm_forward(
         kind, code(x), code(parameter), rows, columns, eps, rows_of_x.data_ptr(), view, address(weight),
-        address(bias), y.data_ptr(), statistics.data_ptr(), recompute, torch.get_num_threads(),
+        address(bias), y.data_ptr(), statistics.data_ptr(), recompute, kernels.where(x),
     )  # fmt: skip
     return y, statistics
 
 
-def _cpu_recompute(
-    kind: int, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, statistics: Tensor
+def _recompute(
+    kernels: Kernels,
+    kind: int,
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: Tensor,
 ) -> Tensor:
     check_arguments(x, shape, weight, bias)
     check_statistics(kind, x, rows_and_columns(x, shape)[0], statistics)
-    return _cpu_forward(kind, x, shape, weight, bias, 0.0, statistics.contiguous())[0]
+    return _forward(kernels, kind, x, shape, weight, bias, 0.0, statistics.contiguous())[0]
 
 
-def _cpu_bwd(
+def _bwd(
+    kernels: Kernels,
     kind: int,
     grad: Tensor,
     x: Tensor,
@@ -123,13 +131,12 @@ def _cpu_bwd(
     weight, statistics = dense(weight), statistics.contiguous()
     # An empty tensor's address is 0, which tells the kernel that a gradient is not wanted.
     dx, dweight, dbias = _new_gradients(x, shape, weight, parameter_dtype, wanted)
-    # Blocks depend on the shape alone, so that sums do not depend on the number of threads. A block's sums cost as much as some
-    # rows do: it has 32 or more, and work enough for a thread.
-    blocks = max(1, min(64, rows // 32, rows * columns // 16384))
-    native.norm_backward(
+    sums = kernels.partial_sums(x, rows, columns) if wanted[1] or wanted[2] else None
+    kernels.module.norm_backward(
         kind, code(x), DTYPES[parameter_dtype][0], rows, columns, eps, rows_of_x.data_ptr(), view,
         address(weight), rows_of_grad.data_ptr(), grad_view, statistics.data_ptr(), dx.data_ptr(),
-        dweight.data_ptr(), dbias.data_ptr(), blocks, torch.get_num_threads(),
+        dweight.data_ptr(), dbias.data_ptr(), address(sums), 1 if sums is None else sums.shape[0],
+        kernels.where(x),
     )  # fmt: skip
     return dx, dweight, dbias
 
@@ -159,15 +166,17 @@ class _Norm:
             fake=contiguous_like,
             reference=self._with_bias(reference_recompute),
         )
-        self.fwd.kernel("cpu")(self._with_bias(_cpu_forward))
-        self.bwd.kernel("cpu")(partial(_cpu_bwd, kind))
-        self.recompute.kernel("cpu")(self._with_bias(_cpu_recompute))
         self.fwd.differentiable(self._apply)
         self.fwd.guard = self._with_bias(
             lambda kind, x, shape, weight, bias, eps: check_arguments(x, shape, weight, bias)
         )
         self.bwd.guard = lambda grad, x, shape, weight, *_: check_arguments(x, shape, weight, None)
         self.recompute.differentiable(partial(not_differentiable, self.recompute.name, f"{name}_fwd"))
+
+    def register(self, kernels: Kernels) -> None:
+        self.fwd.kernel(kernels.backend)(self._with_bias(partial(_forward, kernels)))
+        self.bwd.kernel(kernels.backend)(partial(_bwd, kernels, self.kind))
+        self.recompute.kernel(kernels.backend)(self._with_bias(partial(_recompute, kernels)))
 
     def _with_bias(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if self.kind == LAYER:
@@ -243,6 +252,15 @@ class NormFunction(Function):
 
 
 _layer_norm, _rms_norm = _Norm("layer_norm", LAYER, F.layer_norm), _Norm("rms_norm", RMS, F.rms_norm)
+
+
+def register(kernels: Kernels) -> None:
+    """Lets `kernels` compute these ops on its backend."""
+    for norm in (_layer_norm, _rms_norm):
+        norm.register(kernels)
+
+
+register(CPU)
 
 # What rms_norm adds where eps is not given, as torch.
 _EPS = {dtype: torch.finfo(arithmetic).eps for dtype, (_, arithmetic) in DTYPES.items()}

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._native import address, code, columns_adjacent, contiguous_like, flat, native, resolved, strided
+from ._native import CPU, Kernels, address, code, columns_adjacent, contiguous_like, flat, resolved, strided
 from ._registry import (
     DTYPES,
     Function,
@@ -124,7 +124,7 @@ softmax_fwd.differentiable(lambda x, mask, *options: SoftmaxFunction.apply(x, ma
 softmax_fwd.guard = lambda x, mask, *options: check_arguments(x, mask, Options(*options))
 
 
-def _cpu_arguments(
+def _native_arguments(
     x: Tensor, mask: Tensor | None, options: Options, grad: Tensor | None = None
 ) -> tuple[Any, ...]:
     """The leading arguments of both native launchers, for tensors with adjacent columns that the caller keeps alive."""
@@ -146,8 +146,8 @@ def _cpu_arguments(
     )  # fmt: skip
 
 
-def _cpu_forward(
-    x: Tensor, mask: Tensor | None, options: Options, statistics: Tensor | None = None
+def _forward(
+    kernels: Kernels, x: Tensor, mask: Tensor | None, options: Options, statistics: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(y, statistics), or y again from the statistics given."""
     recompute = statistics is not None
@@ -155,23 +155,19 @@ def _cpu_forward(
         statistics = _new_statistics(x)
     y = contiguous_like(x)
     x, mask = columns_adjacent(x), mask if mask is None else resolved(mask)
-    arguments = _cpu_arguments(x, mask, options)
-    native.softmax_forward(
-        *arguments, y.data_ptr(), statistics.data_ptr(), recompute, torch.get_num_threads()
+    arguments = _native_arguments(x, mask, options)
+    kernels.module.softmax_forward(
+        *arguments, y.data_ptr(), statistics.data_ptr(), recompute, kernels.where(x)
     )
     return y, statistics
 
 
-softmax_fwd.kernel("cpu")(lambda x, mask, *options: _cpu_forward(x, mask, Options(*options)))
-
-
-@softmax_recompute.kernel("cpu")
-def _cpu_recompute(x: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
+def _recompute(kernels: Kernels, x: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
     *values, statistics = rest
     options = Options(*values)
     check_arguments(x, mask, options)
     check_statistics(x, statistics)
-    return _cpu_forward(x, mask, options, statistics.contiguous())[0]
+    return _forward(kernels, x, mask, options, statistics.contiguous())[0]
 
 
 def _bwd_guard(grad: Tensor, y: Tensor, *_: Any) -> None:
@@ -182,20 +178,18 @@ def _bwd_guard(grad: Tensor, y: Tensor, *_: Any) -> None:
 softmax_bwd.guard = _bwd_guard
 
 
-@softmax_bwd.kernel("cpu")
-def _cpu_bwd(grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor:
+def _bwd(kernels: Kernels, grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor:
     grad = strided(grad)
     check_grad(grad, y)
     dx, y, grad = contiguous_like(y), resolved(y).contiguous(), columns_adjacent(grad)
-    arguments = _cpu_arguments(y, None, _PLAIN, grad)
-    native.softmax_backward(
-        *arguments, grad.data_ptr(), y.data_ptr(), 0, dx.data_ptr(), scale, masked, torch.get_num_threads()
+    arguments = _native_arguments(y, None, _PLAIN, grad)
+    kernels.module.softmax_backward(
+        *arguments, grad.data_ptr(), y.data_ptr(), 0, dx.data_ptr(), scale, masked, kernels.where(y)
     )
     return dx
 
 
-@softmax_dropout_bwd.kernel("cpu")
-def _cpu_dropout_bwd(grad: Tensor, x: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
+def _dropout_bwd(kernels: Kernels, grad: Tensor, x: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
     *values, statistics, grad_scale = rest
     options, grad = Options(*values), strided(grad)
     check_arguments(x, mask, options)
@@ -203,13 +197,25 @@ def _cpu_dropout_bwd(grad: Tensor, x: Tensor, mask: Tensor | None, *rest: Any) -
     check_grad(grad, x)
     dx, x, grad = contiguous_like(x), columns_adjacent(x), columns_adjacent(grad)
     mask, statistics = mask if mask is None else resolved(mask), statistics.contiguous()
-    arguments = _cpu_arguments(x, mask, options, grad)
+    arguments = _native_arguments(x, mask, options, grad)
     masked = mask is not None or options.causal is not None
-    native.softmax_backward(
+    kernels.module.softmax_backward(
         *arguments, grad.data_ptr(), 0, statistics.data_ptr(), dx.data_ptr(), grad_scale, masked,
-        torch.get_num_threads(),
+        kernels.where(x),
     )  # fmt: skip
     return dx
+
+
+def register(kernels: Kernels) -> None:
+    """Lets `kernels` compute these ops on its backend."""
+    name = kernels.backend
+    softmax_fwd.kernel(name)(lambda x, mask, *options: _forward(kernels, x, mask, Options(*options)))
+    softmax_recompute.kernel(name)(lambda *arguments: _recompute(kernels, *arguments))
+    softmax_bwd.kernel(name)(lambda *arguments: _bwd(kernels, *arguments))
+    softmax_dropout_bwd.kernel(name)(lambda *arguments: _dropout_bwd(kernels, *arguments))
+
+
+register(CPU)
 
 
 def softmax(
