@@ -44,10 +44,13 @@ def _as_hardware_does():
     InterpreterBuilder.create_fma = create_fma
 
 
-def _patch_once():
-    """The interpreter exchanges triton.language's functions at every call of a jitted function from another; once is enough, and
-    half of the time of a test."""
+def _spare_work():
+    """The interpreter exchanges triton.language's functions at every call of a jitted function from another, where once is
+    enough, and copies memory to the host and back, where it is: more than half of a test's time."""
     from triton.runtime import interpreter
+
+    interpreter.GridExecutor._init_args_hst = lambda self, arguments, options: (arguments, options)
+    interpreter.GridExecutor._restore_args_dev = lambda self, *_: None
 
     patch, active = interpreter._patch_lang, {}  # by the modules of Triton's that a function refers to
 
@@ -77,6 +80,6 @@ def register():
         reason = backends.triton_problem()
     if not reason:
         _as_hardware_does()
-        _patch_once()
+        _spare_work()
     backends.register(NAME, "cpu", reason)
     _triton.register(NAME)

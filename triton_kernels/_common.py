@@ -45,11 +45,10 @@ autotune = False  # whether launches try several numbers of warps instead of tak
 
 
 @functools.cache
-def _tuned(kernel: Any) -> Any:
+def _tuned(kernel: Any, constants: tuple[str, ...]) -> Any:
     """`kernel` with the number of warps found by timing, once for each shape; what is found is kept on disk."""
-    fixed = [p.name for p in kernel.params if p.is_constexpr]
     configs = [triton.Config({}, num_warps=warps) for warps in (2, 4, 8, 16)]
-    return triton.autotune(configs, key=["n", *fixed], cache_results=True)(kernel)
+    return triton.autotune(configs, key=["n", *constants], cache_results=True)(kernel)
 
 
 def launch(
@@ -58,8 +57,8 @@ def launch(
     """Runs `kernel` on the device and current stream of `x`."""
     grid = (programs,) if isinstance(programs, int) else programs
     if autotune:
-        kernel = _tuned(kernel)
         del options["num_warps"]
+        kernel = _tuned(kernel, tuple(options))
     if x.is_cuda and x.get_device() != torch.cuda.current_device():
         with torch.cuda.device(x.device):
             kernel[grid](*arguments, enable_fp_fusion=False, **options)
