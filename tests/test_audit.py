@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.audit import _cubin
+from bench.audit import _cubin, _cuda
 from bench.audit._report import Row, table
 
 SASS = """
@@ -76,3 +76,31 @@ def test_a_compiled_kernel():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_cuda_kernels_are_told_by_their_names():
+    bf16 = "pyckpt::cuda::Layout<__nv_bfloat16, 4, true>"
+    norm = _cuda.described(
+        f"void pyckpt::cuda::norm_forward_kernel<{bf16}, true>(pyckpt::cuda::NormRows<int>)"
+    )
+    assert (norm.kernel, norm.dtype, norm.shape) == (
+        "layer_norm forward",
+        "bfloat16",
+        "in registers, 4 chunks",
+    )
+    assert (norm.loads, norm.stores) == (4, 4)
+    narrow = _cuda.described(
+        "void pyckpt::cuda::softmax_backward_kernel<pyckpt::cuda::Layout<float, 0, false> >(int)"
+    )
+    assert narrow.shape == "long, element by element" and (narrow.loads, narrow.stores) == (0, 0)
+    gelu = _cuda.described(
+        "void pyckpt::cuda::vector_kernel<float, pyckpt::cuda::DenseView<float, 3>, "
+        "pyckpt::cuda::Backward<pyckpt::GeluErf> >(int)"
+    )
+    assert (gelu.kernel, gelu.shape, gelu.loads, gelu.stores) == ("GeluErf backward", "dense", 4, 2)
+
+
+def test_a_narrowed_cuda_kernel_fails():
+    (kernel,) = _cubin.parse(SASS.format(registers=40, load="128", store="64", spill=""))
+    what = _cuda.Described("kernel", "bfloat16", "dense", 256, loads=1, stores=1)
+    assert _cuda._row(what, kernel, "sm_90").problems == ["0 stores of 128 bits instead of 1"]

@@ -54,7 +54,7 @@ class Row:
 ROW_NUMBERS = 12  # accesses that a tile may spend on numbers kept for each row
 
 
-def _widths(counts: Counter[int]) -> str:
+def widths(counts: Counter[int]) -> str:
     return " ".join(f"{count}x{width}" for width, count in sorted(counts.items(), reverse=True))
 
 
@@ -80,7 +80,7 @@ def table(rows: Sequence[Row]) -> str:
         occupancy = "" if row.occupancy is None else f"{100 * row.occupancy:.0f} %"
         cells = (
             row.kernel, row.dtype, row.shape, row.target, row.threads, row.registers, row.spills, row.shared,
-            occupancy, _widths(row.loads), _widths(row.stores),
+            occupancy, widths(row.loads), widths(row.stores),
         )  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)

@@ -12,6 +12,11 @@ namespace cuda {
 #define PYCKPT_DEVICE static __device__ __forceinline__
 #define PYCKPT_MEMBER __device__ __forceinline__
 
+template <class T>
+struct Type {
+  using type = T;
+};
+
 // Element types: `F` is the type of the arithmetic, conversions round to nearest even.
 template <class T>
 struct Element {  // float and double
@@ -62,17 +67,38 @@ PYCKPT_DEVICE void widen(uint4 raw, typename Element<T>::F (&values)[kVector<T>]
 #pragma unroll
   for (int i = 0; i < kVector<T>; ++i) values[i] = Element<T>::widen(v.element[i]);
 }
+// Made word by word: of a store of the union the compiler may make one for each element.
+PYCKPT_DEVICE uint4 packed(const float (&x)[4], Type<float>) {
+  return make_uint4(to_bits(x[0]), to_bits(x[1]), to_bits(x[2]), to_bits(x[3]));
+}
+PYCKPT_DEVICE uint32_t pair_of(float low, float high, Type<__nv_bfloat16>) {
+  union {
+    __nv_bfloat162 pair;
+    uint32_t word;
+  } both;
+  both.pair = __floats2bfloat162_rn(low, high);
+  return both.word;
+}
+PYCKPT_DEVICE uint32_t pair_of(float low, float high, Type<__half>) {
+  union {
+    __half2 pair;
+    uint32_t word;
+  } both;
+  both.pair = __floats2half2_rn(low, high);
+  return both.word;
+}
+template <class T>
+PYCKPT_DEVICE uint4 packed(const float (&x)[8], T type) {
+  return make_uint4(pair_of(x[0], x[1], type), pair_of(x[2], x[3], type), pair_of(x[4], x[5], type), pair_of(x[6], x[7], type));
+}
 template <bool kWide, class T>
 PYCKPT_DEVICE void store(T* p, int valid, const typename Element<T>::F (&values)[kVector<T>]) {
-  Vector<T> v;
-#pragma unroll
-  for (int i = 0; i < kVector<T>; ++i) v.element[i] = Element<T>::narrow(values[i]);
   if constexpr (kWide) {
-    *reinterpret_cast<uint4*>(p) = v.raw;
+    *reinterpret_cast<uint4*>(p) = packed(values, Type<T>{});
   } else {
 #pragma unroll
     for (int i = 0; i < kVector<T>; ++i)
-      if (i < valid) p[i] = v.element[i];
+      if (i < valid) p[i] = Element<T>::narrow(values[i]);
   }
 }
 
@@ -170,10 +196,6 @@ void with_layout(int64_t n, const Body& body) {
   if constexpr (L::kInRegisters) with_layout<T, kWide, kMore...>(n, body);
 }
 
-template <class T>
-struct Type {
-  using type = T;
-};
 // Calls body(Type<T>{}, wide) for a dtype code; double has no 16-byte accesses.
 template <class Body>
 void with_type(int dtype, bool wide, const Body& body) {

@@ -143,15 +143,19 @@ struct NormBackwardRows {
   int64_t block_rows, blocks;
 };
 
+// Sums go no nearer than the second-level cache, where the kernel that adds them reads them.
 template <bool kWide, class F, int kElements>
 PYCKPT_DEVICE void store_sums(F* to, int valid, const F (&sums)[kElements]) {
-  constexpr int kStep = kVector<F>;
+  if constexpr (kWide) {
 #pragma unroll
-  for (int at = 0; at < kElements; at += kStep) {
-    F part[kStep];
+    for (int at = 0; at < kElements; at += 4) {
+      const float four[4] = {sums[at], sums[at + 1], sums[at + 2], sums[at + 3]};
+      __stcg(reinterpret_cast<uint4*>(to + at), packed(four, Type<float>{}));
+    }
+  } else {
 #pragma unroll
-    for (int i = 0; i < kStep; ++i) part[i] = sums[at + i];
-    store<kWide>(to + at, valid - at, part);
+    for (int i = 0; i < kElements; ++i)
+      if (i < valid) to[i] = sums[i];
   }
 }
 
