@@ -73,9 +73,7 @@ def described(name: str) -> Described:
         raise RuntimeError(f"not a kernel of csrc/cuda: {name}")
     kernel, arguments = match[1], match[2]
     dtype = next(TYPES[t] for t in re.findall(r"\w+", arguments) if t in TYPES)
-    flags = [
-        word in ("true", "1") for word in re.findall(r"\b(true|false|1|0)\b", arguments.partition(">, ")[2])
-    ]
+    flags = [word == "true" for word in re.findall(r"true|false", arguments.partition(">, ")[2])]
     if kernel in ("vector", "single"):
         operation = re.split(r", (?=\w+(?:<\w+ ?>)?\s*$)", arguments)[-1].replace(" ", "")
         inputs = 2 if operation.startswith("Backward") else 1
