@@ -6,6 +6,7 @@ import torch
 import pyckpt.functional as F
 from pyckpt import backends
 from pyckpt.ops import _cuda
+from pyckpt.ops._registry import Op
 from pyckpt.ops.dropout import dropout_op
 from tests import simt
 from tests._ops import BY_NAME, CASES, compare, run
@@ -21,6 +22,13 @@ def same(a, b):
 
 def draw(shape, dtype=torch.float32):
     return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+
+@emulated
+def test_every_op_has_a_kernel(backend):
+    built = hasattr(backends.native, "cuda")
+    for op in Op.all:
+        assert backend in op.kernels and ("cuda" in op.kernels) == built, op.name
 
 
 @emulated
