@@ -102,7 +102,7 @@ void launch(void (*kernel)(P...), Grid grid, dim3 block, size_t shared_bytes, St
   const DeviceGuard guard(stream.device);
   if (shared_bytes > 48 * 1024)
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)), "shared memory");
-  kernel<<<grid.blocks, block, shared_bytes, reinterpret_cast<cudaStream_t>(stream.handle)>>>(static_cast<P>(arguments)...);
+  kernel<<<grid.blocks, block, shared_bytes, reinterpret_cast<cudaStream_t>(stream.handle)> > >(static_cast<P>(arguments)...);
   check(cudaGetLastError(), "launch");
 }
 
