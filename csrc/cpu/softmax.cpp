@@ -38,7 +38,8 @@ static inline int64_t visible_columns(const SoftmaxArguments& a, int64_t query) 
   return larger(0, smaller(a.columns, query + a.causal_offset + 1));
 }
 
-// scores[i] = scale x[i] + mask[i], or -inf where masked. Returns whether the mask keeps anything, and in `top` the maximum. `staged` has room for a row of the mask.
+// scores[i] = scale x[i] + mask[i], or -inf where masked. Returns whether the mask keeps anything, and in `top` the maximum.
+// `staged` has room for a row of the mask.
 template <class F>
 static inline bool row_scores(const SoftmaxArguments& a, const F* x, int64_t mask_offset, int64_t visible, F* staged, F* scores,
                               F* top) {

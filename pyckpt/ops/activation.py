@@ -105,7 +105,7 @@ class ActivationFunction(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: _Activation) -> Tensor:
-        ctx.backend = backend_of(x)
+        ctx.backend = backend_of(x, activation.fwd)
         ctx.activation = activation
         # In a recompute region that rebuilds the input too, the input: a chain of cheap ops then keeps one tensor, not two.
         ctx.saves_output = activation.saves_output and not (
@@ -187,7 +187,7 @@ for _activation in (_GELU["none"], _SILU, _RELU):
 def _apply(input: Tensor, activation: _Activation) -> Tensor:
     if needs_grad(input):
         return ActivationFunction.apply(input, activation)
-    return activation.fwd(backend_of(input), input, *activation.arguments)
+    return activation.fwd(backend_of(input, activation.fwd), input, *activation.arguments)
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:

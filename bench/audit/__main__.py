@@ -1,0 +1,54 @@
+"""python -m bench.audit: compiles the kernels for every target, without a GPU, and reads what came out.
+
+Fails if a kernel spills registers, or moves less than 16 bytes an access where its operands are contiguous and aligned. Writes
+docs/audit.md unless --check or --quick is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from . import _triton
+from ._report import Row, table
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "audit.md"
+INTRODUCTION = """# What the compiled kernels use
+
+Written by `make audit` (python -m bench.audit), which compiles the Triton kernels without a GPU, for each target as the launchers
+choose block sizes and warps from the shape, and fails if a kernel spills registers or if accesses to contiguous, aligned operands
+are narrower than 16 bytes. Registers, spills and widths are read from the machine code (NVIDIA) or the assembly (AMD); occupancy
+is the share of a multiprocessor's warps that its registers and shared memory allow. Accesses are counted as instructions: 4x128
+are four that move 128 bits a thread; narrower ones are numbers kept for each row. Nothing here was run: it says what a GPU would
+be given, not how fast it is.
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.audit", description=__doc__)
+    parser.add_argument(
+        "--quick", action="store_true", help="a part, for every change: see bench/audit/_triton.py"
+    )
+    parser.add_argument("--check", action="store_true", help="do not write docs/audit.md")
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args(arguments)
+    start = time.monotonic()
+    rows: dict[str, Row] = {}
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+        for found in pool.map(_triton.run, list(dict.fromkeys(_triton.jobs(options.quick))), chunksize=4):
+            rows |= {f"{row.kernel} {row.dtype} {row.shape} {row.target}": row for row in found}
+    wrong = [row for row in rows.values() if row.problems]
+    for row in wrong:
+        print(f"WRONG: {row.kernel}, {row.dtype}, {row.shape}, {row.target}: {'; '.join(row.problems)}")
+    print(f"{len(rows)} kernels compiled in {time.monotonic() - start:.0f} s, {len(wrong)} wrong")
+    if not (options.quick or options.check or wrong):
+        DOCUMENT.write_text(f"{INTRODUCTION}\n{table(list(rows.values()))}\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The audit of compiled kernels: that it sees what it must refuse."""
+
+import pytest
+
+from bench.audit import _cubin
+from bench.audit._report import Row, table
+
+SASS = """
+ Function kernel:
+  REG:{registers} STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:576 TEXTURE:0 SURFACE:0 SAMPLER:0
+
+\tcode for sm_90a
+\t\tFunction : kernel
+\t.headerflags\t@"EF_CUDA_SM90"
+        /*0000*/                   LDC R1, c[0x0][0x28] ;                 /* 0x00000a00ff017b82 */
+        /*0010*/              @!P6 LDG.E.{load} R19, desc[UR4][R14.64] ;  /* 0x0000000404047981 */
+        /*0020*/                   FADD R4, R4, R5 ;                      /* 0x0000000504047221 */
+        /*0030*/              @P0  STG.E.{store} desc[UR4][R14.64], R4 ;  /* 0x0000000404047986 */
+{spill}        /*0050*/                   EXIT ;                                 /* 0x000000000000794d */
+"""
+SPILL = "        /*0040*/                   STL.64 [R1], R4 ;                      /* 0x0000000401007387 */\n"
+
+
+def read(registers=40, load="128", store="128", spill=""):
+    (kernel,) = _cubin.parse(SASS.format(registers=registers, load=load, store=store, spill=spill))
+    row = Row("triton", "kernel", "bfloat16", "4096", "sm_90", threads=256)
+    row.take(kernel)
+    row.check(wide=True, element_bits=16)
+    return row
+
+
+def test_a_good_kernel():
+    row = read()
+    assert (row.registers, row.spills, row.shared) == (40, 0, 1024)
+    assert row.loads == {128: 1} and row.stores == {128: 1} and not row.problems
+    assert "| kernel | bfloat16 | 4096 | sm_90 | 256 | 40 | 0 | 1024 | 75 % | 1x128 | 1x128 |" in table([row])
+
+
+@pytest.mark.parametrize(
+    ("planted", "problem"),
+    [
+        ({"spill": SPILL}, "1 accesses to spilled registers"),
+        ({"load": "U16"}, "no loads of 128 bits; 1 loads of 16 bits or less"),
+        ({"store": "64"}, "no stores of 128 bits"),
+    ],
+)
+def test_planted_faults_are_found(planted, problem):
+    assert "; ".join(read(**planted).problems) == problem
+
+
+@pytest.mark.parametrize(
+    ("registers", "threads", "share"), [(32, 256, 1.0), (40, 256, 0.75), (255, 128, 0.125), (64, 1024, 0.5)]
+)
+def test_occupancy(registers, threads, share):
+    """As NVIDIA's occupancy calculator has it, for compute capability 9.0."""
+    kernel = _cubin.Kernel("kernel", 90, registers=registers)
+    assert kernel.occupancy(threads) == share
+
+
+def test_a_compiled_kernel():
+    """One launch of each kind of target through Triton's compiler; in a process of its own, since tests interpret."""
+    pytest.importorskip("triton")
+    import os
+    import subprocess
+    import sys
+
+    code = (
+        "import torch\n"
+        "from bench.audit import _triton\n"
+        "for target in ('sm_90', 'gfx942'):\n"
+        "    (row,) = _triton.run((target, 'silu forward', torch.bfloat16, 4096, True))\n"
+        "    assert row.registers and row.loads[128] and row.stores[128] and not row.problems, row\n"
+        "    (row,) = _triton.run((target, 'silu forward', torch.bfloat16, 4097, False))\n"
+        "    assert not row.loads[128] and not row.problems, row\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
