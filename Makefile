@@ -1,5 +1,5 @@
-# make bench | test | coverage | lint | sanitize | simt | cuda | audit | triton-oldest: each sets up what it needs in .venv, then runs. Stamps in .venv/stamps keep
-# a second run from setting up again; a changed C++ source is rebuilt.
+# make bench | test | coverage | lint | sanitize | simt | cuda | audit | triton-oldest: each sets up what it needs in .venv, then
+# runs. Stamps in .venv/stamps keep a second run from setting up again; a changed C++ source is rebuilt.
 #
 # Needs python3 (3.10 or newer) with venv and headers, a C++ compiler (GCC 11 or Clang 14, or newer) and make. On Debian and
 # Ubuntu: apt install python3-venv python3-dev g++ make
