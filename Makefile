@@ -1,5 +1,5 @@
-# make bench | test | coverage | lint | sanitize | simt | cuda | audit | triton-oldest: each sets up what it needs in .venv, then runs. Stamps in .venv/stamps keep
-# a second run from setting up again; a changed C++ source is rebuilt.
+# make bench | test | coverage | lint | sanitize | simt | cuda | audit | triton-oldest: each sets up what it needs in .venv, then
+# runs. Stamps in .venv/stamps keep a second run from setting up again; a changed C++ source is rebuilt.
 #
 # Needs python3 (3.10 or newer) with venv and headers, a C++ compiler (GCC 11 or Clang 14, or newer) and make. On Debian and
 # Ubuntu: apt install python3-venv python3-dev g++ make
@@ -51,7 +51,7 @@ lint: $(STAMPS)/dev
 # runtime has to be loaded before Python; leaks are not looked for, since the interpreter has its own. Needs GCC.
 SANITIZED_TESTS ?= $(patsubst %,tests/test_%.py,accuracy invariants dropout property)
 sanitize: $(STAMPS)/test
-	PYCKPT_SANITIZE=address,undefined $(BIN)/python setup.py --quiet build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
+	PYCKPT_CUDA=off PYCKPT_SANITIZE=address,undefined $(BIN)/python setup.py --quiet build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
 	@export LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(CURDIR)/$(SANITIZED)/lib:$(CURDIR); \
 	$(BIN)/python -c 'import sys; sys.path.pop(0); import pyckpt; print("under test:", pyckpt.backends.native.__file__)' \

@@ -131,8 +131,8 @@ function(compile_cuda_kernels)
     list(JOIN sass ", " wanted)
     message(
       FATAL_ERROR
-        "pyckpt: nvcc ${version} (${nvcc}) cannot compile for ${wanted}:\n${said}\nPYCKPT_CUDA_ARCHS chooses other architectures, "
-        "CUDA_HOME another toolkit, CXX another host compiler; PYCKPT_CUDA=off builds without CUDA.")
+        "pyckpt: nvcc ${version} (${nvcc}) cannot compile for ${wanted}:\n${said}\nPYCKPT_CUDA_ARCHS chooses other "
+        "architectures, CUDA_HOME another toolkit, CXX another host compiler; PYCKPT_CUDA=off builds without CUDA.")
   endif()
   find_file(CUDART libcudart_static.a PATHS "${toolkit}" NO_DEFAULT_PATH
             PATH_SUFFIXES lib64 lib "targets/${CMAKE_HOST_SYSTEM_PROCESSOR}-linux/lib" targets/sbsa-linux/lib)

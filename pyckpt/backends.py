@@ -227,6 +227,8 @@ def _why_no_cuda() -> str:
         return f"built without CUDA: {info['no_cuda']}"
     if not torch.cuda.is_available():
         return f"no GPU that torch {torch.__version__} can use (torch.cuda.is_available() is False)"
+    if torch.version.hip:
+        return "this torch is built for ROCm"
     bindings: Any = torch._C  # whose stubs of CPU builds know nothing of it
     driver = bindings._cuda_getDriverVersion() // 1000
     if driver < int(built["compiler"].partition(".")[0]):
@@ -237,6 +239,8 @@ def _why_no_cuda() -> str:
     capability = torch.cuda.get_device_capability()
     if not covers(built["archs"], built["ptx"], capability):
         number = "{}{}".format(*capability)
+        if capability < (8, 0):
+            return f"this GPU is sm_{number}; the CUDA kernels need compute capability 8.0 or newer"
         return f"this GPU is sm_{number}; built for {built_for(built)}; set PYCKPT_CUDA_ARCHS={number} and reinstall pyckpt"
     return ""
 

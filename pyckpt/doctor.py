@@ -293,11 +293,7 @@ def _cuda_kernels() -> dict[str, str]:
     for i in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(i)
         covered = backends.covers(built["archs"], built["ptx"], capability)
-        number = "{}{}".format(*capability)
-        verdict = (
-            "covered" if covered else f"not covered: set PYCKPT_CUDA_ARCHS={number} and reinstall pyckpt"
-        )
-        found[f"GPU {i}"] = f"sm_{number}, {verdict}"
+        found[f"GPU {i}"] = "sm_{}{}, {}covered".format(*capability, "" if covered else "not ")
     return found
 
 
