@@ -21,7 +21,11 @@ import pyckpt
 PRECISIONS = ("fp32", "bf16", "amp")
 BUDGETS = (1.0, 0.8, 0.6, 0.4)
 #: All ways, in the order of the table; "eager" is what the others are compared with.
-WAYS = ("eager", "engine", "converted", "pyckpt", "checkpoint", *(f"compile {b}" for b in BUDGETS), "liger")
+WAYS = (
+    *("eager", "engine", "converted", "pyckpt", "pyckpt mlp", "pyckpt linear", "checkpoint"),
+    *(f"compile {b}" for b in BUDGETS),
+    "liger",
+)
 
 
 @dataclass(frozen=True)
@@ -157,8 +161,9 @@ def build(name: str, model: Stack, device: torch.device, amp: bool) -> Way:
         return Way(model, pyckpt.recompute()(model.__call__), amp)
     if name == "checkpoint":
         return Way(model, partial(model, call=partial(checkpoint, use_reentrant=False)), amp)
-    if name in ("converted", "pyckpt"):
-        model = pyckpt.convert(copy.deepcopy(model), recompute=name == "pyckpt")
+    if name == "converted" or name.startswith("pyckpt"):
+        level = name.removeprefix("pyckpt").strip() or "pointwise"
+        model = pyckpt.convert(copy.deepcopy(model), recompute=False if name == "converted" else level)
     elif name == "liger":
         model = _liger(model, device)
     return Way(model, model, amp)

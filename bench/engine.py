@@ -6,13 +6,14 @@ In turn, in one run, for each precision:
     engine          the same model, its forward inside pyckpt.recompute()
     converted       pyckpt.convert(model, recompute=False): fused layers, no engine
     pyckpt          pyckpt.convert(model): fused layers and engine
+    pyckpt LEVEL    pyckpt.convert(model, recompute=LEVEL): matrix products rebuilt too, at "mlp" and at "linear"
     checkpoint      torch.utils.checkpoint around every block (non-reentrant)
     compile B       torch.compile with activation memory budget B; what is kept is decided by its partitioner
     liger           Liger's LayerNorm, where it runs
 
 Before anything is timed the gradients of the input and of every parameter are checked: "engine" and "checkpoint"
-must give eager's bits, "pyckpt" those of "converted", and every way must be as near to float64 as eager, in the norm
-of each gradient.
+must give eager's bits, "pyckpt" at each level those of "converted", and every way must be as near to float64 as eager, in
+the norm of each gradient.
 
 Bytes kept are the allocator's, between forward and backward, in sbh a layer: bytes / (sequence x batch x hidden x
 layers) for elements of 2 bytes. No loss is computed: the gradient of the output is given, so that nothing but the
@@ -40,7 +41,11 @@ from ._run import PEER_SLACK, Compiler, memory_trouble
 from ._stack import PRECISIONS, WAYS, Sizes, Stack, Way, at_budget, build
 
 #: Whose bits a way must give.
-_SAME_BITS = {"engine": "eager", "checkpoint": "eager", "pyckpt": "converted"}
+_SAME_BITS = {
+    "engine": "eager",
+    "checkpoint": "eager",
+    **{way: "converted" for way in WAYS if way.startswith("pyckpt")},
+}
 _SIZES = Sizes()
 _EFFORT = _harness.Effort(seconds=20.0, least=5, most=60, patience=2.0, warmup=1)
 _QUICK_EFFORT = replace(_EFFORT, seconds=1.0, patience=1.5)
@@ -88,8 +93,9 @@ def _row(settings: Settings, precision: str, impl: str, device: torch.device) ->
         "dtype": precision,
         "shape": f"{sizes.batch}x{sizes.sequence}x{sizes.hidden}",
         "impl": impl,
-        "backend": {"converted": "pyckpt", "pyckpt": "pyckpt", "liger": "triton"}.get(impl)
-        or ("inductor" if impl.startswith("compile") else "torch"),
+        "backend": {"converted": "pyckpt", "pyckpt": "pyckpt", "liger": "triton", "compile": "inductor"}.get(
+            impl.split()[0], "torch"
+        ),
         "forward_ms": None,
         "step_ms": None,
         "ratio": None,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,13 +42,27 @@ class _Regions(threading.local):
 
 regions = _Regions()
 
+#: Active monitors (monitoring.py).
+watchers: list[Any] = []
+
 
 class Source:
     """How to rebuild one output of a node, and in backward the rebuilt tensor for as long as savers need it."""
 
     __slots__ = (
-        *("__weakref__", "chain", "function", "key", "node", "operands", "readable", "readers", "reads_leaf"),
-        *("rule", "saved", "shape", "stream", "stride", "unsure", "value"),
+        *(
+            "__weakref__",
+            "chain",
+            "function",
+            "held",
+            "key",
+            "node",
+            "operands",
+            "outer",
+            "products",
+            "readers",
+        ),
+        *("reads_leaf", "rule", "saved", "shape", "stream", "stride", "unsure", "value", "waiting"),
     )
 
     # (id of node, number of output) -> source, so that all savers of one tensor share it. A source holds its node, which keeps
@@ -66,27 +81,35 @@ class Source:
         self.saved = False  # whether a node saves it; what only other sources read is not cached
         self.value: Tensor | None = None
         self.stream: Any = None
+        # A matrix product's record as it is, while not all of the `waiting` records of it are known to be a pointwise node's.
+        self.held: Any = None
+        self.waiting = 0
         self.key = (id(node), output.number)
         Source.known[self.key] = weakref.ref(self)
         self.readers = 0  # other sources
         self.chain = 1  # of sources, each read by the next
-        # Readable in forward: no operand is held by the hooks below, which must not be asked before backward.
-        self.readable = True
+        # Unpack functions of the hooks that hold operands (an Outer's), which must not be asked before backward.
+        self.outer: frozenset[Any] = frozenset()
         self.reads_leaf = False
         # Whether it may read what has changed since the forward read it.
         self.unsure = rule.unsure is not None and rule.unsure(node)
+        # Keys of the matrix products that rebuilding it takes.
+        self.products: frozenset[Any] = frozenset((self.key,)) if rule.matrix else frozenset()
         for record in operands:
             kind = type(record)
             if kind is Recipe:
                 source = record.source
                 source.readers += 1
+                if source.products:
+                    self.products |= source.products
                 self.chain = max(self.chain, source.chain + 1)
-                self.readable = self.readable and source.readable
+                if source.outer:
+                    self.outer |= source.outer
                 if not source.saved:  # else it has been checked itself
                     self.reads_leaf = self.reads_leaf or source.reads_leaf
                     self.unsure = self.unsure or source.unsure
             elif kind is Outer:
-                self.readable = False
+                self.outer |= {record.unpack}
             elif kind is Leaf:
                 self.reads_leaf = True
                 self.unsure = self.unsure or not record.as_read
@@ -102,6 +125,9 @@ class Source:
     def get(self, memo: dict[Any, Tensor] | None = None) -> Tensor:
         """The tensor, rebuilt at the first call of a backward. Two threads may both rebuild it, to the same bits. What several
         sources read on the way, and no node saves, is rebuilt once and held in `memo`."""
+        held = self.held
+        if held is not None:
+            return held.lend() if type(held) is Outer else unpack(held)
         value = self.value
         if value is not None:
             return value if self.stream is None else self._on_this_stream(value)
@@ -109,11 +135,16 @@ class Source:
             memo = {}
         elif self.key in memo:
             return memo[self.key]
-        value = _quietly(self.function, [self._operand(record, memo) for record in self.operands])
+        operands = [self._operand(record, memo) for record in self.operands]
+        start = time.perf_counter() if watchers else 0.0
+        value = _quietly(self.function, operands)
+        # Not of the first use's check, which is in forward.
+        for watcher in watchers if watchers and self.saved and _task_id() >= 0 else ():
+            watcher.rebuilt(self, value.nbytes, time.perf_counter() - start)
         stride = self.stride
         if stride is not None and value.stride() != stride:
             value = value.new_empty_strided(value.shape, stride).copy_(value)
-        if not self.saved:
+        if not self.saved and not (self.rule.matrix and self.readers > 1):
             if self.readers > 1:
                 memo[self.key] = value
         elif _drop_after_backward(self):
@@ -180,10 +211,11 @@ class Source:
 class Recipe:
     """The record of one saved tensor that is rebuilt: a source, and which view of its result was saved."""
 
-    __slots__ = ("geometry", "original", "source")
+    __slots__ = ("awaits", "geometry", "original", "source")
 
     def __init__(self, source: Source, original: Tensor | None, geometry: Any):
         self.source = source
+        self.awaits = False  # of a product that is held: it is not known whose this record is
         self.geometry = geometry  # (shape, stride, offset) within the source's tensor; None: all of it
         # To change a tensor after it was saved is an error in PyTorch, and no less one here: the rebuilt tensor would be right,
         # but the same code without the engine would raise. Only unchanged tensors (version 0) are rebuilt.

@@ -19,7 +19,7 @@ def _product(node: Any, operands: tuple[Any, ...]) -> int:
     return 2 * elements(node) * shape_of(operands[-2])[-1]
 
 
-@rule("MmBackward0", _product, matrix=True)
+@rule("MmBackward0", _product, matrix=True, linear=True)
 def _mm(node: Any, output: Output, edge: Edge) -> Captured:
     return torch.mm, _factors(node, edge, "self", "mat2", 0)
 
@@ -29,7 +29,7 @@ def _bmm(node: Any, output: Output, edge: Edge) -> Captured:
     return torch.bmm, _factors(node, edge, "self", "mat2", 0)
 
 
-@rule("AddmmBackward0", _product, matrix=True)
+@rule("AddmmBackward0", _product, matrix=True, linear=True)
 def _addmm(node: Any, output: Output, edge: Edge) -> Captured:
     function = partial(torch.addmm, alpha=node._saved_alpha, beta=node._saved_beta)
     return function, (edge(0), *_factors(node, edge, "mat1", "mat2", 1))

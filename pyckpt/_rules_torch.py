@@ -55,7 +55,7 @@ def _integer(value: int) -> int:
 def _unary(name: str, function: Callable[..., Tensor], *options: str, flops: int = 1) -> None:
     """The node keeps `self`, and the other arguments under the names `options`."""
 
-    @rule(name, flops, elementwise=True)
+    @rule(name, flops, elementwise=True, pointwise=True)
     def capture(node: Any, output: Output, edge: Edge) -> Captured:
         arguments = {option: getattr(node, "_saved_" + option) for option in options}
         return (partial(function, **arguments) if arguments else function), (saved(node, "self"),)
@@ -84,7 +84,7 @@ _unary("Log1PBackward0", torch.log1p, flops=15)
 _unary("PowBackward0", torch.pow, "exponent")
 
 
-@rule("GluBackward0", 12)
+@rule("GluBackward0", 12, pointwise=True)
 def _glu(node: Any, output: Output, edge: Edge) -> Captured:
     return partial(F.glu, dim=_integer(node._saved_dim)), (saved(node, "self"),)
 
@@ -97,7 +97,7 @@ _unary(
 )
 
 
-@rule("PreluKernelBackward0")
+@rule("PreluKernelBackward0", pointwise=True)
 def _prelu(node: Any, output: Output, edge: Edge) -> Captured:
     return torch._prelu_kernel, (saved(node, "self"), saved(node, "weight"))
 
@@ -105,14 +105,14 @@ def _prelu(node: Any, output: Output, edge: Edge) -> Captured:
 def _binary(name: str, function: Callable[..., Tensor]) -> None:
     """The node keeps each operand that the other's gradient needs; one that it does not keep may be had from its producer."""
 
-    @rule(name, elementwise=True)
+    @rule(name, elementwise=True, pointwise=True)
     def capture(node: Any, output: Output, edge: Edge) -> Captured:
         first, second = saved(node, "self"), saved(node, "other")
         return function, (edge(0) if first is None else first, edge(1) if second is None else second)
 
 
 def _by_number(name: str, function: Callable[..., Tensor]) -> None:
-    @rule(name, elementwise=True)
+    @rule(name, elementwise=True, pointwise=True)
     def capture(node: Any, output: Output, edge: Edge) -> Captured:
         return function, (edge(0), node._saved_other)
 
@@ -129,19 +129,19 @@ _binary("MaximumBackward0", torch.maximum)
 # it ends the search.
 
 
-@rule("AddBackward0", elementwise=True)
+@rule("AddBackward0", elementwise=True, pointwise=True)
 def _add(node: Any, output: Output, edge: Edge) -> Captured:
     second = edge(1)
     return partial(torch.add, alpha=node._saved_alpha), (edge(0), second)
 
 
-@rule("SubBackward0", elementwise=True)
+@rule("SubBackward0", elementwise=True, pointwise=True)
 def _subtract(node: Any, output: Output, edge: Edge) -> Captured:
     second = edge(1)
     return partial(torch.sub, alpha=node._saved_alpha), (edge(0), second)
 
 
-@rule("NegBackward0", elementwise=True)
+@rule("NegBackward0", elementwise=True, pointwise=True)
 def _negate(node: Any, output: Output, edge: Edge) -> Captured:
     return torch.neg, (edge(0),)
 
@@ -157,7 +157,7 @@ _joined("CatBackward0", torch.cat)
 _joined("StackBackward0", torch.stack)
 
 
-@rule("ToCopyBackward0", elementwise=True)
+@rule("ToCopyBackward0", elementwise=True, pointwise=True)
 def _cast(node: Any, output: Output, edge: Edge) -> Captured:
     return partial(Tensor.to, device=output.device, dtype=output.dtype), (edge(0),)
 

@@ -25,6 +25,7 @@ from . import functional as fused_functions
 from ._installation import install, installed, uninstall
 from ._targets import FUSED_CLASSES, Target, classify, describe
 from ._verify import ConversionError, place_of, verify_swap
+from .engine import Policy, check_policy
 
 __all__ = ["ConversionError", "Report", "convert", "report", "revert"]
 
@@ -37,7 +38,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _MARK = "_pyckpt_original"
 
 
-def convert(model: ModuleT, *, recompute: bool = True, verify: bool = False) -> ModuleT:
+def convert(model: ModuleT, *, recompute: bool | str | Policy = True, verify: bool = False) -> ModuleT:
     """Make ``model`` keep less for backward: swap its layers for fused ones, in place, and recompute.
 
     The recompute engine is put around the model's forward (see :func:`pyckpt.recompute`): whatever can be rebuilt
@@ -62,8 +63,9 @@ def convert(model: ModuleT, *, recompute: bool = True, verify: bool = False) -> 
 
     Args:
         model: any module; a bare ``nn.LayerNorm`` too.
-        recompute: False: only swap, and take the engine away if it was put there before. It is never put on a module without
-            submodules, which has nothing to rebuild. ``torch.compile`` decides by itself what to recompute, so on a
+        recompute: the policy of the engine, as for :func:`pyckpt.recompute`; True: ``"pointwise"``, False: only swap, and take
+            the engine away if it was put there before. It is never put on a module without submodules, which has nothing to
+            rebuild. ``torch.compile`` decides by itself what to recompute, so on a
             compiled model it does nothing.
         verify: run old and new on random input, forward and gradient with respect to the input, on each
             module's device and dtype, before anything is swapped. Dropout is compared in evaluation. Modules
@@ -74,12 +76,15 @@ def convert(model: ModuleT, *, recompute: bool = True, verify: bool = False) -> 
 
     Raises:
         TypeError: ``model`` is not a module.
+        ValueError: ``recompute`` is no policy.
         ConversionError: ``verify`` found a difference beyond rounding, or could not run a module; the model
             is unchanged.
 
     With the environment variable ``PYCKPT_DISABLE=1`` nothing is swapped, and the first call warns.
     """
     _require_module("convert", model)
+    if not isinstance(recompute, bool):
+        check_policy("convert", recompute)
     if backends.disabled():  # which has warned
         return model
     root = _unwrap(model)
@@ -92,7 +97,7 @@ def convert(model: ModuleT, *, recompute: bool = True, verify: bool = False) -> 
         _swap(module, target)
     scripted = isinstance(root, torch.jit.ScriptModule)
     if recompute and root is model and not scripted and next(root.children(), None) is not None:
-        install(root)
+        install(root, "pointwise" if recompute is True else recompute)
     elif not recompute:
         uninstall(root)
     return model
@@ -133,7 +138,7 @@ def report(model: nn.Module) -> Report:
         TypeError: ``model`` is not a module.
     """
     _require_module("report", model)
-    result = Report(recompute=installed(_unwrap(model)))
+    result = Report(recompute=installed(_unwrap(model)) is not None)
     for path, module, verdict in _decisions(_unwrap(model)):
         mark = vars(module).get(_MARK)
         if mark is not None:

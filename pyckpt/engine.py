@@ -24,7 +24,19 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _rules_matrix, _rules_torch, backends  # noqa: F401  # their rules
 from ._checks import check_sharding, is_up_to_date, rebuilds_the_bits, warn_once
-from ._records import Leaf, Outer, Recipe, RecomputeError, Source, is_freed, known_leaves, regions, unpack
+from ._levels import LEVELS, check_products, hold, products_of, reads_of
+from ._records import (
+    Leaf,
+    Outer,
+    Recipe,
+    RecomputeError,
+    Source,
+    is_freed,
+    known_leaves,
+    regions,
+    unpack,
+    watchers,
+)
 from ._support import may_save_its_output, steps_aside, warn_of_compile
 from .ops._registry import is_sharded
 from .rules import OWN_OUTPUT, Output, Unavailable, is_users, rule_of, saved
@@ -68,6 +80,7 @@ class Region:
         # PyTorch calls the topmost pair of hooks only, so the region calls the pair below it; but not another region's.
         below: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self.below = below[0].__self__.below if below is not None and below[1] is unpack else below
+        self.products = products_of(policy, self.below)
         self.hooks = saved_tensors_hooks(self.pack, unpack)
 
     def pack(self, tensor: Tensor) -> Any:
@@ -78,6 +91,9 @@ class Region:
         recipe = self._attempt(tensor, node)
         if recipe is not None:
             self.rebuilt += 1
+            if self.products == "mlp" and recipe.source.products and _computes(recipe.source).rule.matrix:
+                whole = tensor if tensor._base is None else tensor._base
+                hold(recipe, (whole, whole._version) if self.below is None else self.keep(whole))
             return recipe
         if self.below is not None:
             return self.keep(tensor)
@@ -102,6 +118,8 @@ class Region:
             return self.recipe(tensor, whole, node)
         except Unavailable:
             self.kept += 1
+            for watcher in watchers:
+                watcher.fell_back(tensor.nbytes)
             return None
 
     def keep(self, tensor: Tensor) -> Any:
@@ -124,7 +142,7 @@ class Region:
         number = whole.output_nr
         source = Source.find(node, number)
         if source is None or not source.saved:
-            source = self._source(node, Output(whole.shape, whole.dtype, whole.device, number))
+            source = self._source(node, Output(whole.shape, whole.dtype, whole.device, number), True)
             if self.policy is not None:
                 choice = self.policy(_computes(source).node, source.flops(), whole.nbytes)
                 if choice in _SAVE:
@@ -141,7 +159,8 @@ class Region:
         """Whether the region would rebuild this tensor, were it saved now."""
         return tensor.grad_fn is not None and self._attempt(tensor, tensor.grad_fn) is not None
 
-    def _source(self, node: Any, output: Output) -> Source:
+    def _source(self, node: Any, output: Output, direct: bool) -> Source:
+        """`direct`: what is asked for is saved, as it is or seen through views; else it is on the way to what is saved."""
         source = Source.find(node, output.number)
         if source is not None:
             return source
@@ -150,10 +169,12 @@ class Region:
             raise Unavailable(
                 "{} keeps its output itself" if node.name() in OWN_OUTPUT else "no rule for {}", node
             )
-        if rule.matrix and self.policy is None:
+        if rule.matrix and self.policy is None and not (self.products and rule.linear):
             raise Unavailable("{} is a matrix product", node)
         try:
-            function, operands = rule.capture(node, output, functools.partial(self._edge, node))
+            function, operands = rule.capture(
+                node, output, functools.partial(self._edge, node, direct and rule.view)
+            )
         except AttributeError as error:
             warn_once(
                 f"pyckpt.recompute: the rule of {rule.name} does not fit PyTorch {torch.__version__} ({error})"
@@ -165,9 +186,14 @@ class Region:
         source = Source(node, output, rule, function, operands)
         if source.chain > MAX_CHAIN:
             raise Unavailable("too many steps from what is kept")
+        if self.products:
+            if rule.pointwise:
+                reads_of(source)
+            if source.products:
+                check_products(self.products, source, direct)
         return source
 
-    def _edge(self, reader: Any, index: int) -> Any:
+    def _edge(self, reader: Any, direct: bool, index: int) -> Any:
         """The record of an input that its reader does not keep."""
         node, number = reader.next_functions[index]
         if node is None:
@@ -182,7 +208,7 @@ class Region:
         meta = node._input_metadata[number]
         self.depth += 1
         try:
-            source = self._source(node, Output(tuple(meta.shape), meta.dtype, meta.device, number))
+            source = self._source(node, Output(tuple(meta.shape), meta.dtype, meta.device, number), direct)
         finally:
             self.depth -= 1
         return Recipe(source, None, None)
@@ -199,7 +225,10 @@ class Region:
     def _check(self, source: Source, whole: Tensor) -> None:
         """Raises Unavailable unless recipes of this kind are known, or now seen, to give the bits of the original."""
         rule = source.rule
-        if self.below is not None and not source.readable:
+        if source.outer:
+            if self.below is None or source.outer != {self.below[1]}:
+                # Of a checkpoint that has ended, say: to rebuild from it would replay it early, beside the one under way.
+                raise Unavailable("{} ran under other saved-tensor hooks", source.node)
             # The choice has to be the same when a checkpoint replays this forward, whatever was learnt in between.
             if not rule.same_call or source.reads_leaf:
                 raise Unavailable("{} cannot be checked under other saved-tensor hooks", source.node)
@@ -294,6 +323,15 @@ def _end_interrupted(begins: FrameType | None) -> None:
     _unwind()
 
 
+def check_policy(function: str, policy: Any) -> None:
+    """Raises ValueError."""
+    if policy not in LEVELS and not callable(policy):
+        raise ValueError(
+            f"{function}: policy must be one of {', '.join(map(repr, LEVELS))}, or a function "
+            f"(node, flops, bytes) -> CheckpointPolicy; got {policy!r}"
+        )
+
+
 class recompute:
     """Context manager and decorator: forwards inside do not keep what backward can cheaply rebuild.
 
@@ -311,9 +349,12 @@ class recompute:
     PyTorch: leave the region for it.
 
     Args:
-        policy: ``"pointwise"``: rebuild whatever needs no matrix product; or a function
-            ``(node, flops, bytes) -> torch.utils.checkpoint.CheckpointPolicy`` asked for each tensor that can be rebuilt, matrix
-            products and convolutions included.
+        policy: ``"pointwise"``: rebuild whatever needs no matrix product. ``"mlp"``: also products that only pointwise
+            operations read (a Transformer's first MLP layer; gate and up), for about a tenth more work. ``"linear"``: those of
+            every linear layer (queries, keys and values too), for about a fifth. At both, no product is rebuilt from another
+            one, nor for a residual sum; and inside ``torch.utils.checkpoint``, which runs them again itself, they are as
+            ``"pointwise"``. Or a function ``(node, flops, bytes) -> torch.utils.checkpoint.CheckpointPolicy`` asked for each
+            tensor that can be rebuilt, matrix products and convolutions included.
         verify: compare the bits of every rebuilt tensor in forward already, instead of at the first use of each kind.
 
     Raises:
@@ -325,10 +366,7 @@ class recompute:
     """
 
     def __init__(self, policy: str | Policy = "pointwise", *, verify: bool = False):
-        if policy != "pointwise" and not callable(policy):
-            raise ValueError(
-                f"recompute: policy must be 'pointwise' or a function (node, flops, bytes) -> CheckpointPolicy, got {policy!r}"
-            )
+        check_policy("recompute", policy)
         self.policy, self.verify = policy, verify
 
     def __enter__(self) -> recompute:

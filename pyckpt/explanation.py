@@ -171,7 +171,7 @@ def explain(model: nn.Module, *args: Any, policy: str | Policy = "pointwise", **
                 "explain: no tensor in the model's result needs a gradient, so nothing is kept for backward"
             )
         del result
-        with counter.modules(), _engine(policy, counter.after):
+        with counter.modules(), _engine(policy, counter):
             forward()
         before = _measured(model, forward)
 
@@ -234,15 +234,16 @@ class _Counter:
         self.row().before += self.new_bytes(tensor)
         return tensor.detach()  # an output in its own node's keeping would be a cycle, and stay alive
 
-    def after(self, tensor: Tensor, reason: str) -> None:
-        row = self.row()
+    def after(self, tensor: Tensor, reason: str, row: ModuleBytes) -> None:
         size = self.new_bytes(tensor)
         if size:
             row.after += size
             row.kept.append((tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), size, reason))
 
 
-def _engine(policy: str | Policy, observe: Callable[[Tensor, str], None] | None) -> Any:
+def _engine(policy: str | Policy, counter: _Counter | None) -> Any:
+    waiting: list[tuple[Recipe, Tensor, ModuleBytes]] = []
+
     class Observed(Region):
         reason = ""
 
@@ -256,8 +257,11 @@ def _engine(policy: str | Policy, observe: Callable[[Tensor, str], None] | None)
         def pack(self, tensor: Tensor) -> Any:
             self.reason = "an input, a constant, a node's own output, or small"
             record = super().pack(tensor)
-            if type(record) is not Recipe and observe is not None:
-                observe(tensor, self.reason)
+            if counter is not None:
+                if type(record) is not Recipe:
+                    counter.after(tensor, self.reason, counter.row())
+                elif record.awaits:
+                    waiting.append((record, tensor.detach(), counter.row()))
             return record
 
     @contextmanager
@@ -270,6 +274,9 @@ def _engine(policy: str | Policy, observe: Callable[[Tensor, str], None] | None)
             yield
         finally:
             leave(owner)
+        for record, tensor, row in waiting:
+            if counter is not None and record.source.held is not None:
+                counter.after(tensor, "a matrix product that others than pointwise nodes may read", row)
 
     return context()
 

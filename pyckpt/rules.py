@@ -68,7 +68,9 @@ class Rule:
         capture: see the module's docstring. Raises :class:`Unavailable` where the node keeps too little.
         flops: floating-point operations of rebuilding the output, from the node and the operands.
         matrix: a matrix product or convolution: rebuilt only where a policy asks for it.
+        linear: a matrix product as linear layers are made of: two factors, the last two operands.
         view: a view or copy of its input.
+        pointwise: a cheap function of single elements or pairs: policy "mlp" rebuilds products that only such nodes read.
         elementwise: each element of the output comes from the same element of every operand.
         same_call: the function is the very call that made the output, so that it can be trusted where a check is not possible.
         unsure: whether what the node reads may change without a trace, so that each rebuild has to be compared.
@@ -79,6 +81,8 @@ class Rule:
     capture: Capture
     flops: Flops
     matrix: bool = False
+    linear: bool = False
+    pointwise: bool = False
     view: bool = False
     elementwise: bool = False
     same_call: bool = True
@@ -196,7 +200,7 @@ def _register_ours(function: Any, flops: int, **options: Any) -> None:
     )
 
 
-_register_ours(ActivationFunction, 20, only_if=lambda node: not node.saves_output)
+_register_ours(ActivationFunction, 20, pointwise=True, only_if=lambda node: not node.saves_output)
 _register_ours(NormFunction, 4, only_if=lambda node: node._raw_saved_tensors)
 _register_ours(SoftmaxFunction, 20, only_if=lambda node: node.options.seed is not None)
-_register_ours(DropoutFunction, 30, inputs=(0,))
+_register_ours(DropoutFunction, 30, pointwise=True, inputs=(0,))

@@ -109,7 +109,7 @@ def test_wrong_built_in_rule_is_switched_off(monkeypatch):
 
 
 def test_misuse():
-    with pytest.raises(ValueError, match="policy must be 'pointwise' or a function"):
+    with pytest.raises(ValueError, match="policy must be one of 'pointwise', 'mlp', 'linear', or a function"):
         recompute("everything")
     with pytest.warns(UserWarning, match="nothing in this region could be recomputed"), recompute():
         nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))(torch.randn(64, 64))

@@ -353,3 +353,24 @@ def test_inplace_on_a_leaf(name, backend):
     ]
     _check_as_torch(*results, "leaf", "in-?place")
     assert "floating-point" not in str(results[0]), results[0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [_f(4, C).double(), _f(4, C).bfloat16(), _f(4, 1), _f(C)], ids=["f64", "bf16", "4x1", "C"]
+)
+def test_raw_backward_with_a_gradient_that_does_not_fit(wrong, backend):
+    """No backend broadcasts or promotes it."""
+    x, statistics, seed = _f(4, C), torch.ones(3, 4), torch.zeros(1, dtype=torch.int64)
+    ops, wrong = torch.ops.pyckpt, wrong.to(x.device)
+    wanted = (True, False, False)
+    for call in (
+        lambda: ops.gelu_bwd(wrong, x, "none"),
+        lambda: ops.silu_bwd(wrong, x),
+        lambda: ops.relu_bwd(wrong, x),
+        lambda: ops.layer_norm_bwd(wrong, x, [C], None, statistics, 1e-5, False, wanted),
+        lambda: ops.rms_norm_bwd(wrong, x, [C], None, statistics[:1], 1e-5, False, wanted),
+        lambda: ops.softmax_bwd(wrong, x, False, 1.0),
+        lambda: ops.softmax_dropout_bwd(wrong, x, None, 1.0, None, 0.5, seed, statistics[:2], 1.0),
+    ):
+        with pytest.raises(RuntimeError, match=r"grad.*does not fit"):
+            call()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import backends
-from ._registry import DTYPES
+from ._registry import DTYPES, describe, refused
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,11 @@ def strided(grad: torch.Tensor) -> torch.Tensor:
 def like(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether a kernel may read the strided `a` where it expects a tensor of b's shape and dtype."""
     return a.dtype is b.dtype and a.shape == b.shape and together(a, b)
+
+
+def check_grad(grad: torch.Tensor, x: torch.Tensor) -> None:
+    if not like(grad, x):
+        raise refused(f"{describe('grad', grad)} does not fit {describe('x', x)}")
 
 
 def together(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._native import like, together
+from ._native import check_grad, together
 from ._norm_definition import STATISTICS
 from ._registry import DTYPES, describe, dtype_problem, is_plain, refused
 
@@ -78,11 +78,10 @@ def check_statistics(kind: int, x: Tensor, rows: int, statistics: Tensor) -> Non
         raise refused(f"{describe('statistics', statistics)} are not those of {describe('x', x)}")
 
 
-def check_grad(
+def check_backward(
     grad: Tensor, x: Tensor, shape: Sequence[int], weight: Tensor | None, parameter_dtype: torch.dtype
 ) -> None:
-    if not like(grad, x):
-        raise refused(f"{describe('grad', grad)} does not fit {describe('x', x)}")
+    check_grad(grad, x)
     if weight is not None and (
         weight.dtype is not parameter_dtype or weight.shape != tuple(shape) or not together(weight, x)
     ):

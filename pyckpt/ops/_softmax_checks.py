@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._native import like, together
+from ._native import together
 from ._registry import DTYPES, describe, refused
 from ._softmax_definition import Options, statistics_shape
 from .dropout import check_random
@@ -66,8 +66,3 @@ def check_statistics(x: Tensor, statistics: Tensor) -> None:
         or not together(statistics, x)
     ):
         raise refused(f"{describe('statistics', statistics)} are not those of {describe('x', x)}")
-
-
-def check_grad(grad: Tensor, x: Tensor) -> None:
-    if not like(grad, x):
-        raise refused(f"{describe('grad', grad)} does not fit {describe('x', x)}")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._records import regions
-from ._native import CPU, Kernels, code, elementwise_view, like, resolved, strided
+from ._native import CPU, Kernels, check_grad, code, elementwise_view, resolved, strided
 from ._registry import (
     DTYPES,
     Function,
@@ -145,8 +145,7 @@ def _forward(kernels: Kernels, op: int, x: Tensor) -> Tensor:
 
 def _backward(kernels: Kernels, op: int, grad: Tensor, x: Tensor) -> Tensor:
     grad = strided(grad)
-    if not like(grad, x):
-        raise refused(f"{describe('grad', grad)} does not fit {describe('x', x)}")
+    check_grad(grad, x)
     grad, x = resolved(grad), resolved(x)
     dx = torch.empty_like(x)
     view = [] if grad.is_contiguous() and x.is_contiguous() else elementwise_view(grad, x, dx)
@@ -180,9 +179,14 @@ def _guard(x: Tensor, approximate: str = "none") -> None:
         raise refused(f"approximate must be 'none', 'tanh' or 'sigmoid', got {approximate!r}")
 
 
+def _bwd_guard(grad: Tensor, x: Tensor, approximate: str = "none") -> None:
+    _guard(x, approximate)
+    check_grad(grad, x)
+
+
 for _activation in (_GELU["none"], _SILU, _RELU):
     _activation.fwd.guard = _guard
-    _activation.bwd.guard = lambda grad, *arguments: _guard(*arguments)
+    _activation.bwd.guard = _bwd_guard
 
 
 def _apply(input: Tensor, activation: _Activation) -> Tensor:

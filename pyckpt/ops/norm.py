@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._native import CPU, Kernels, address, as_rows, code, contiguous_like, dense, strided
-from ._norm_checks import check_arguments, check_grad, check_statistics, lowered_problem, problem
+from ._native import CPU, Kernels, address, as_rows, check_grad, code, contiguous_like, dense, strided
+from ._norm_checks import check_arguments, check_backward, check_statistics, lowered_problem, problem
 from ._norm_definition import (
     LAYER,
     RMS,
@@ -124,7 +124,7 @@ def _bwd(
     rows, columns = rows_and_columns(x, shape)
     parameter_dtype = torch.float32 if float32_parameters else x.dtype
     grad = strided(grad)
-    check_grad(grad, x, shape, weight, parameter_dtype)
+    check_backward(grad, x, shape, weight, parameter_dtype)
     check_statistics(kind, x, rows, statistics)
     rows_of_x, view = as_rows(x, len(shape), columns)
     rows_of_grad, grad_view = as_rows(grad, len(shape), columns)
@@ -139,6 +139,11 @@ def _bwd(
         kernels.where(x),
     )  # fmt: skip
     return dx, dweight, dbias
+
+
+def _bwd_guard(grad: Tensor, x: Tensor, shape: Sequence[int], weight: Tensor | None, *_: Any) -> None:
+    check_arguments(x, shape, weight, None)
+    check_grad(grad, x)
 
 
 class _Norm:
@@ -170,7 +175,7 @@ class _Norm:
         self.fwd.guard = self._with_bias(
             lambda kind, x, shape, weight, bias, eps: check_arguments(x, shape, weight, bias)
         )
-        self.bwd.guard = lambda grad, x, shape, weight, *_: check_arguments(x, shape, weight, None)
+        self.bwd.guard = _bwd_guard
         self.recompute.differentiable(partial(not_differentiable, self.recompute.name, f"{name}_fwd"))
 
     def register(self, kernels: Kernels) -> None:

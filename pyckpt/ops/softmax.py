@@ -13,7 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._native import CPU, Kernels, address, code, columns_adjacent, contiguous_like, flat, resolved, strided
+from ._native import (
+    CPU,
+    Kernels,
+    address,
+    check_grad,
+    code,
+    columns_adjacent,
+    contiguous_like,
+    flat,
+    resolved,
+    strided,
+)
 from ._registry import (
     DTYPES,
     Function,
@@ -31,7 +42,7 @@ from ._registry import (
     refused,
     small,
 )
-from ._softmax_checks import check_arguments, check_grad, check_mask, check_options, check_statistics
+from ._softmax_checks import check_arguments, check_mask, check_options, check_statistics
 from ._softmax_definition import (
     Options,
     expression,
@@ -173,9 +184,11 @@ def _recompute(kernels: Kernels, x: Tensor, mask: Tensor | None, *rest: Any) -> 
 def _bwd_guard(grad: Tensor, y: Tensor, *_: Any) -> None:
     if y.dtype not in DTYPES or y.dim() == 0:
         raise refused(f"no kernel for {describe('y', y)}")
+    check_grad(grad, y)
 
 
 softmax_bwd.guard = _bwd_guard
+softmax_dropout_bwd.guard = lambda grad, x, *_: check_grad(grad, x)
 
 
 def _bwd(kernels: Kernels, grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor:

@@ -1,0 +1,117 @@
+"""The repeated blocks of a model, and how they are called."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import memory
+
+
+@dataclass
+class Call:
+    """How a block was called, with tensors detached; `output` is what it returned."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+@dataclass
+class Found:
+    """A block: its path, and its kind: blocks of one kind cost the same. `container` and `number`: where it stands in an
+    ``nn.Sequential``."""
+
+    path: str
+    module: nn.Module
+    kind: str
+    container: str | None = None
+    number: int = 0
+
+
+def candidates(model: nn.Module) -> list[str]:
+    """Paths of the children of containers that hold several modules of one class, which have children themselves."""
+    found: list[str] = []
+
+    def descend(path: str, module: nn.Module) -> None:
+        children = list(module.named_children())
+        alike = len({type(child) for _, child in children}) == 1 and len(children) > 1
+        deep = all(next(child.children(), None) is not None for _, child in children)
+        held = isinstance(module, (nn.ModuleList, nn.Sequential))
+        if held and alike and deep and all(next(c.parameters(), None) is not None for _, c in children):
+            found.extend(f"{path}.{name}" if path else name for name, _ in children)
+            return
+        for name, child in children:
+            descend(f"{path}.{name}" if path else name, child)
+
+    descend("", model)
+    return found
+
+
+def observe(
+    model: nn.Module, paths: Sequence[str], run: Callable[[], Any]
+) -> tuple[list[Found], dict[str, Call]]:
+    """The blocks at `paths` in the order in which one forward calls them, and a call of each kind.
+
+    Raises:
+        ValueError: a block is called more than once, or not at all.
+    """
+    found: list[Found] = []
+    calls: dict[str, Call] = {}
+    handles = []
+
+    def hook(path: str) -> Callable[..., None]:
+        def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            signature = [(tuple(t.shape), str(t.dtype)) for t in memory._tensors([args, kwargs])]
+            kind = describe(module) + repr(signature)
+            kind = hashlib.sha256(kind.encode()).hexdigest()[:16]
+            container, _, name = path.rpartition(".")
+            plain = type(model.get_submodule(container)) is nn.Sequential and len(args) == 1 and not kwargs
+            number = int(name) if plain and name.isdigit() else 0
+            found.append(Found(path, module, kind, container if plain else None, number))
+            if kind not in calls:
+                calls[kind] = Call(_detached(args), _detached(kwargs), _detached(output))
+
+        return record
+
+    for path in paths:
+        module = model.get_submodule(path)
+        handles.append(module.register_forward_hook(hook(path), with_kwargs=True))
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    order = [block.path for block in found]
+    wrong = [path for path in paths if order.count(path) != 1]
+    if wrong:
+        raise ValueError(
+            f"plan: a forward must call each block once; it calls {wrong[0]!r} {order.count(wrong[0])} times"
+        )
+    return found, calls
+
+
+def describe(module: nn.Module) -> str:
+    """What says that two modules cost the same."""
+    tensors = [
+        (name, tuple(t.shape), str(t.dtype), t.requires_grad)
+        for named in (module.named_parameters(), module.named_buffers())
+        for name, t in named
+    ]
+    return f"{type(module).__qualname__} {module!r} {tensors} {module.training}"
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: _detached(item) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_detached(item) for item in value)
+    return value

@@ -1,0 +1,304 @@
+"""Whole segments of a forward that backward runs again: torch.utils.checkpoint with the engine inside.
+
+A segment keeps its input only. While backward replays it, the engine keeps of each block the cheap set (20 instead of 32 sbh), so
+that segments can be longer: N blocks in segments of k peak at ``N / k`` inputs and ``k`` cheap sets, which is least at
+``k = sqrt(N input / set)``. Chen et al. 2016, https://arxiv.org/abs/1604.06174, is the case of one input a block.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from .. import memory
+from .._checks import warn_once
+from ..engine import enter, leave
+from ..explanation import _undisturbed
+from ._replay import modules_in, once
+
+__all__ = ["checkpoint", "checkpoint_sequential", "checkpoint_wrapper", "unwrap"]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+@contextmanager
+def _cheap_set() -> Iterator[None]:
+    """A region that does not mind if there is nothing to rebuild."""
+    owner = object()
+    enter("pointwise", False, owner)
+    try:
+        yield
+    finally:
+        leave(owner, failed=True)
+
+
+def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``fn(*args, **kwargs)``, of which only the arguments are kept; backward runs it again.
+
+    As :func:`torch.utils.checkpoint.checkpoint` (the kind that is not reentrant) with the recompute engine inside: nested, under
+    autocast, with dropout (random numbers are replayed), with keyword arguments of any name, and None. Replays stop at the last
+    tensor that backward needs, which with this package's dropout is before the product in front of it. Statistics of norms
+    (BatchNorm, InstanceNorm) in `fn` are moved once, if it is a module, a method of one, or a function that holds it in its
+    closure.
+
+    Args:
+        fn: runs a part of a forward; the same each time for the same arguments.
+        args, kwargs: of `fn`, as they are.
+
+    Warns:
+        UserWarning: once, where no result requires a gradient: such a part needs no checkpoint, or cuts the graph.
+    """
+    if torch.compiler.is_compiling():
+        return torch_checkpoint(lambda *a: fn(*a, **kwargs), *args, use_reentrant=False)
+    return _checkpoint(fn, (fn,), args, kwargs)
+
+
+def _checkpoint(
+    fn: Callable[..., Any], holders: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    names, count = tuple(kwargs), len(args)
+
+    def run(*values: Any) -> Any:
+        with _cheap_set():
+            return fn(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    # Keyword arguments as positions: their names are fn's alone, and torch looks for devices among positions.
+    values = (*args, *kwargs.values())
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    result = torch_checkpoint(once(run, modules_in(holders)), *values, use_reentrant=False)
+    if not any(t.requires_grad for t in memory._tensors(result)):
+        warn_once(
+            f"pyckpt.checkpoint: no result of {getattr(fn, '__qualname__', type(fn).__name__)} requires a gradient, so that "
+            "backward will not reach what it reads: it is cut off inside (detach, no_grad), or needs no checkpoint"
+        )
+    return result
+
+
+class _Wrapped:
+    """First base of the classes of wrapped modules; the last is the module's own class, under whose name they go."""
+
+    _pyckpt_own: type[nn.Module]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        inner = self._pyckpt_own.forward.__get__(self)
+        return self.around(inner, *args, **kwargs) if torch.is_grad_enabled() else inner(*args, **kwargs)
+
+    def around(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # copy and pickle find the class by the own one.
+        made = object.__new__(self._pyckpt_own)
+        made.__dict__ = self.__dict__
+        reduced: Any = made.__reduce_ex__(protocol)
+        function, arguments, *rest = reduced
+        kind = next(kind for kind in _KINDS if isinstance(self, kind))
+        return _again, (_KINDS.index(kind), function, *arguments), *rest
+
+
+class _Checkpointed(_Wrapped):
+    def around(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(inner, *args, **kwargs)
+
+
+class Offloaded(_Wrapped):
+    """Keeps on the host what the engine cannot rebuild."""
+
+    def around(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return offload(inner, *args, **kwargs)
+
+
+class Segmented(_Wrapped):
+    """Of ``nn.Sequential``: `_pyckpt_segments` maps the number of a segment's first block to its length."""
+
+    _pyckpt_segments: dict[int, int]
+
+    def around(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        chain: list[Any] = list(self._modules.values())  # type: ignore[attr-defined]
+        (x,) = args
+        start = 0
+        while start < len(chain):
+            length = self._pyckpt_segments.get(start, 0)
+            part = chain[start : start + max(length, 1)]
+            x = segment(part, x) if length else _run(part, x)
+            start += max(length, 1)
+        return x
+
+
+_KINDS = (_Checkpointed, Offloaded, Segmented)
+_classes: dict[type, weakref.WeakKeyDictionary[type, type]] = {
+    kind: weakref.WeakKeyDictionary() for kind in _KINDS
+}
+
+
+def _again(kind: int, function: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
+    return wrap(function(*arguments), _KINDS[kind])
+
+
+def wrap(module: ModuleT, kind: type[_Wrapped]) -> ModuleT:
+    """Give the module a class of this kind, a subclass of its own."""
+    own: Any = type(module)
+    made = _classes[kind].get(own)
+    if made is None:
+        names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
+        made = type(own)(own.__name__, (kind, own), {"_pyckpt_own": own, **names})
+        _classes[kind][own] = made
+    module.__class__ = made
+    return module
+
+
+def checkpoint_wrapper(module: ModuleT) -> ModuleT:
+    """Make `module` checkpoint its forward, in place; returns it.
+
+    The module's class becomes a subclass of its own, of the same name. Parameters, their names, state_dict keys, hooks and
+    ``isinstance`` are as before, and deepcopy, pickle, DataParallel and FSDP take it. :func:`unwrap` undoes it.
+
+    Raises:
+        TypeError: no module; or one whose forward is not its class's (TorchScript, a patch on the instance).
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"checkpoint_wrapper: expected a torch.nn.Module, got {type(module).__name__}")
+    if isinstance(module, _Wrapped):
+        return module
+    if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            f"checkpoint_wrapper: the forward of this {type(module).__name__} is not its class's; call "
+            "pyckpt.checkpoint(module, ...) where it is used instead"
+        )
+    return wrap(module, _Checkpointed)
+
+
+def unwrap(module: ModuleT) -> ModuleT:
+    """Undo :func:`checkpoint_wrapper`; returns the module."""
+    if isinstance(module, _Wrapped):
+        vars(module).pop("_pyckpt_segments", None)
+        module.__class__ = module._pyckpt_own
+    return module
+
+
+def checkpoint_sequential(
+    blocks: nn.Module | Sequence[Callable[..., Any]], *args: Any, segments: int | str = "auto", **kwargs: Any
+) -> Any:
+    """Run blocks one after another, in segments that are checkpointed; the result is the last one's.
+
+    Each block is called as ``block(x, *args[1:], **kwargs)``, x being what the block before returned, and ``args[0]`` for the
+    first. The last segment is not checkpointed: its backward comes first, and would replay at once what forward has just done.
+
+    Args:
+        blocks: ``nn.Sequential``, ``nn.ModuleList``, or a sequence of modules or functions.
+        args, kwargs: of every block.
+        segments: how many; more than there are blocks are one a block. "auto": segments of ``sqrt(N input / set)`` blocks, N
+            being the blocks, `input` the bytes of what a segment keeps, and `set` those that the first block keeps for backward
+            under the engine, which are measured at the first call with inputs of a shape (one block's forward, twice; random
+            numbers and buffers are left as they were).
+
+    Raises:
+        TypeError: no blocks, or no positional argument.
+        ValueError: `segments` is neither "auto" nor positive.
+    """
+    chain: list[Any] = list(blocks.children() if isinstance(blocks, nn.Module) else blocks)
+    if not chain or not args:
+        raise TypeError("checkpoint_sequential: needs at least one block and one positional argument")
+    if segments != "auto" and not (isinstance(segments, int) and segments > 0):
+        raise ValueError(
+            f"checkpoint_sequential: segments must be 'auto' or a positive number, got {segments!r}"
+        )
+    x, rest = args[0], args[1:]
+    count = len(chain)
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        length = count
+    elif segments == "auto":
+        length = segment_length(chain[0], count, args, kwargs)
+    else:
+        length = math.ceil(count / int(segments))
+    for start in range(0, count, length):
+        part = chain[start : start + length]
+        if start + length >= count:
+            with _cheap_set():
+                x = _run(part, x, *rest, **kwargs)
+        else:
+            x = segment(part, x, *rest, **kwargs)
+    return x
+
+
+def segment(part: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
+    """Blocks in a row as one checkpoint."""
+    return _checkpoint(lambda *a, **k: _run(part, *a, **k), part, args, kwargs)
+
+
+def offload(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``fn(*args, **kwargs)`` with what the engine cannot rebuild kept on the host."""
+    device = next((t.device.type for t in memory._tensors([args, kwargs])), "cpu")
+    with save_on_cpu(pin_memory=device == "cuda"), _cheap_set():
+        return fn(*args, **kwargs)
+
+
+def _run(part: Sequence[Callable[..., Any]], x: Any, *rest: Any, **kwargs: Any) -> Any:
+    for block in part:
+        x = block(x, *rest, **kwargs)
+    return x
+
+
+# Of a block: signature of its arguments -> bytes that it keeps under the engine.
+_kept: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
+
+
+def segment_length(block: Callable[..., Any], count: int, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """Blocks a segment such that `count` of them peak lowest."""
+    first = next(memory._tensors(args[0]), None)
+    if first is None:
+        return 1
+    size = sum(t.nbytes for t in memory._tensors(args[0]))
+    kept = _bytes_kept(block, first.device, args, kwargs)
+    # Between the roots of the two neighbours the whole number that is best for (inputs kept) + (sets replayed).
+    root = math.sqrt(count * size / max(kept, 1))
+    lengths = {min(max(n, 1), count) for n in (math.floor(root), math.ceil(root))}
+    return min(lengths, key=lambda n: math.ceil(count / n) * size + n * kept)
+
+
+def _bytes_kept(
+    block: Callable[..., Any], device: torch.device, args: Sequence[Any], kwargs: dict[str, Any]
+) -> int:
+    signature: tuple[Any, ...] = tuple((t.shape, t.dtype, t.device) for t in memory._tensors([args, kwargs]))
+    autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    signature += (*autocast, getattr(block, "training", True))
+    try:
+        known = _kept.setdefault(block, {})
+    except TypeError:  # takes no weak reference
+        known = {}
+    if signature not in known:
+
+        def measured() -> int:
+            roots = nn.ModuleList(modules_in(block))
+            enabled, dtype = autocast
+            with torch.autocast(device.type, dtype, enabled=enabled), _undisturbed(roots):
+                return memory.saved_bytes(forward, device=device, warmup=1)
+
+        def forward() -> Any:
+            inputs = [_fresh(a) for a in args]
+            with _cheap_set():
+                return block(*inputs, **kwargs)
+
+        # In a thread of its own: hooks, dispatch modes and regions that are active here do not reach there.
+        with ThreadPoolExecutor(1) as thread:
+            known[signature] = thread.submit(measured).result()
+    return known[signature]
+
+
+def _fresh(value: Any) -> Any:
+    """As a block before would have made it; the copy counts, as the input of every block of a replayed segment does."""
+    return (
+        value.detach().clone().requires_grad_()
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+    )

@@ -1,0 +1,382 @@
+"""Plans: the solver against brute force, predictions against what is then measured, and what a plan does to a model."""
+
+import copy
+import json
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import pyckpt
+from pyckpt import memory
+from pyckpt.checkpointing import BudgetError, Plan, _measure, planning
+from pyckpt.checkpointing._blocks import candidates
+from pyckpt.checkpointing._solver import Chain, Option
+from tests._engine import assert_same, blocks, gradients
+from tests.test_segments import Transformer
+
+# The solver
+
+number = st.integers(0, 20)
+
+
+@st.composite
+def chains(draw):
+    count = draw(st.integers(1, 4))
+    options = []
+    for place in range(count):
+        here = [
+            Option("single", 1, draw(number), draw(number), draw(number))
+            for _ in range(draw(st.integers(1, 3)))
+        ]
+        for length in range(2, count - place + 1):
+            if draw(st.booleans()):
+                here.append(Option("segment", length, draw(number), draw(number), draw(number)))
+        options.append(here)
+    return Chain(options, [draw(number) for _ in range(count)], draw(number))
+
+
+def every_choice(chain, place=0):
+    if place == len(chain.options):
+        yield []
+        return
+    for option in chain.options[place]:
+        if place + option.length <= len(chain.options):
+            for rest in every_choice(chain, place + option.length):
+                yield [option, *rest]
+
+
+def seconds(chosen):
+    return sum(option.time for option in chosen)
+
+
+@settings(max_examples=300, deadline=None)
+@given(chains(), st.integers(0, 120))
+def test_solver_against_brute_force(chain, budget):
+    fitting = [chosen for chosen in every_choice(chain) if chain.peak(chosen) <= budget]
+    chosen = chain.solve(budget)
+    assert (chosen is None) is (not fitting)
+    if chosen is not None:
+        assert chain.peak(chosen) <= budget
+        assert seconds(chosen) == min(map(seconds, fitting))
+    smallest = min(map(chain.peak, every_choice(chain)))
+    assert chain.smallest() == smallest
+    assert chain.solve(smallest) is not None and chain.solve(smallest - 1) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(chains(), st.lists(st.integers(0, 120), min_size=2, max_size=5))
+def test_a_larger_budget_is_never_slower(chain, budgets):
+    times = [seconds(c) for c in map(chain.solve, sorted(budgets)) if c is not None]
+    assert times == sorted(times, reverse=True)
+
+
+def test_solver_is_fast_on_deep_models():
+    """96 blocks, six choices, all segments."""
+    costs = [(32, 40, 100), (20, 36, 97), (12, 36, 106), (6, 34, 113), (2, 40, 120), (1, 50, 140)]
+    single = [Option(str(i), 1, *cost) for i, cost in enumerate(costs)]
+    options = [
+        single + [Option("segment", n, 2, 20 * n + 20, 100 + 125 * (n - 1)) for n in range(2, 97 - place)]
+        for place in range(96)
+    ]
+    chain = Chain(options, [0] * 96, 0)
+    start = time.process_time()
+    assert chain.peak(chain.solve(300)) <= 300
+    assert time.process_time() - start < 20
+
+
+# Plans of models
+
+BATCH, SEQUENCE, WIDTH, DEPTH = 2, 128, 64, 5
+
+
+class Model(nn.Module):
+    """An embedding, blocks in a ModuleList or in a Sequential, a head."""
+
+    def __init__(self, sequential=False, depth=DEPTH, width=WIDTH):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(50, width), nn.Linear(width, 50)
+        made = [Transformer(width) for _ in range(depth)]
+        self.layers = nn.Sequential(*made) if sequential else nn.ModuleList(made)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        if isinstance(self.layers, nn.Sequential):
+            x = self.layers(x)
+        else:
+            for layer in self.layers:
+                x = layer(x)
+        return self.head(x)
+
+
+def loss_of(output):
+    return output.square().mean()
+
+
+@pytest.fixture
+def ids():
+    try:
+        memory.allocated_bytes()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    return torch.randint(50, (BATCH, SEQUENCE))
+
+
+def make(sequential=False, **kwargs):
+    return pyckpt.convert(Model(sequential, **kwargs), recompute=False)
+
+
+def planned(model, ids, **kwargs):
+    return pyckpt.plan(model, ids, **{"loss": loss_of, "rounds": 1, **kwargs})
+
+
+def flops(run):
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+def choices(plan):
+    return [choice for _, choice in plan.steps]
+
+
+# What each costs by its matrix products, so that tests do not hang on a clock.
+_TIMES = {
+    "none": 101,
+    "pointwise": 100,
+    "mlp": 108,
+    "linear": 114,
+    "checkpoint": 125,
+    "offload": 150,
+    "replay": 33,
+}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(
+        _measure, "in_turn", lambda calls, rounds, device: {c: _TIMES.get(c, 50) * 10**6 for c in calls}
+    )
+
+
+@pytest.mark.usefixtures("one_thread", "clock")
+@pytest.mark.parametrize("sequential", [False, True])
+def test_predictions_and_budgets(ids, sequential):
+    model = make(sequential)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    plain = [g.clone() for g in gradients(model, lambda: loss_of(model(ids)))]
+    step = lambda: loss_of(model(ids)).backward()  # noqa: E731
+    eager_peak, used = memory.peak_bytes(step), set()
+    for budget in (1.0, 0.5, 0.4, 0.33):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        plan = planned(model, ids, budget=budget)
+        assert plan.eager.peak == pytest.approx(eager_peak, rel=0.05)
+        plan.apply(model)
+        saved = memory.saved_bytes(lambda: loss_of(model(ids)))
+        assert plan.predicted.saved == pytest.approx(saved, rel=0.05)
+        peak = memory.peak_bytes(step)
+        assert plan.predicted.peak == pytest.approx(peak, rel=0.12)
+        assert peak <= 1.02 * plan.budget
+        assert_same(gradients(model, lambda: loss_of(model(ids))), plain)
+        used |= set(choices(plan))
+        plan.revert()
+    assert {"pointwise", "linear", "checkpoint"} <= used
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.usefixtures("one_thread", "clock")
+def test_segments_in_a_sequential(ids):
+    """A chain of blocks that keep little, with little to spend: several blocks become one checkpoint."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(12)))
+    x = torch.randn(2048, 64, requires_grad=True)
+    with pytest.raises(BudgetError, match="smallest budget that can be met is") as caught:
+        pyckpt.plan(model, x, budget=1000, rounds=1)
+    plan = pyckpt.plan(model, x, budget=int(1.01 * caught.value.smallest), rounds=1)
+    lengths = [len(group) for group, choice in plan.steps if choice == "segment"]
+    assert lengths and max(lengths) >= 2
+    expected = gradients(model, lambda: model(x).square().mean())
+    saved = memory.saved_bytes(lambda: model(x).square().mean())
+    plan.apply(model)
+    again = copy.deepcopy(model)
+    for m in (model, again):
+        assert_same(gradients(m, lambda m=m: m(x).square().mean()), expected)
+        assert memory.saved_bytes(lambda m=m: m(x).square().mean()) < 0.7 * saved
+    plan.revert()
+    assert type(model) is nn.Sequential
+    assert memory.saved_bytes(lambda: model(x).square().mean()) == pytest.approx(saved, rel=0.01)
+
+
+@pytest.mark.usefixtures("one_thread", "clock")
+def test_scopes_and_forms_of_a_budget(ids):
+    model = make(depth=3)
+    activations = planned(model, ids, budget=1.0, choices=["none"])
+    total = planned(model, ids, budget=1.0, choices=["none"], scope="total")
+    held = sum(p.nbytes for p in model.parameters())
+    assert total.eager.peak > activations.eager.peak
+    for p in model.parameters():
+        p.grad = None
+
+    def step():
+        loss_of(model(ids)).backward()
+        for p in model.parameters():
+            p.grad = None
+
+    assert total.eager.peak == pytest.approx(memory.peak_bytes(step), rel=0.15)
+    assert total.eager.peak <= activations.eager.peak + held
+    for text, expected in (
+        ("1GiB", 2**30),
+        ("500 MB", 5 * 10**8),
+        (10**8, 10**8),
+        ("2048", 2048),
+        (0.25, 25),
+        (1, 1),
+    ):
+        assert planning._bytes(text, 100) == expected
+    for wrong in ("many", 0, -1.0, True, "8TiBB"):
+        with pytest.raises(ValueError, match="budget must be"):
+            planned(model, ids, budget=wrong)
+
+
+@pytest.mark.usefixtures("one_thread", "clock")
+def test_saved_plans(ids, tmp_path):
+    model = make()
+    plan = planned(model, ids, budget=0.45)
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan and again.matches(make(), ids)
+    assert not again.matches(make(), ids[:1]) and not again.matches(make(depth=2), ids)
+    for other in (make(depth=2), make(width=32), nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match="made for another model"):
+            again.apply(other)
+    again.apply(model)
+    with pytest.raises(ValueError, match="applied already"):
+        again.apply(model)
+    with pytest.raises(ValueError, match="recomputes already"):
+        planned(model, ids, budget=0.5)
+    again.revert()
+    (tmp_path / "plan.json").write_text(json.dumps({"version": 2}))
+    with pytest.raises(ValueError, match="no plan that this version"):
+        Plan.load(tmp_path / "plan.json")
+    text = str(plan)
+    assert "layers.0" in text and "kept MiB" in text and "budget" in text
+    pytest.importorskip("matplotlib")
+    plan.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("one_thread", "clock")
+def test_nothing_of_the_model_changes(ids):
+    model = make(depth=2)
+    model.register_buffer("seen", torch.zeros(1))
+    model.register_forward_pre_hook(lambda module, args: module.seen.add_(1) and None)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    calls = []
+    model.layers[0].mlp[0].weight.register_post_accumulate_grad_hook(calls.append)
+    rng = torch.get_rng_state()
+    planned(model, ids, budget=1.0)
+    assert torch.equal(torch.get_rng_state(), rng) and not calls
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    assert not model._forward_hooks and not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.usefixtures("one_thread", "clock")
+def test_choices(ids):
+    model = make(depth=3)
+    only = planned(model, ids, budget=1.0, choices=["linear", "checkpoint"])
+    assert choices(only) == ["linear"] * 3
+    offload = planned(model, ids, budget=1.0, choices=["offload"])
+    expected = gradients(model, lambda: loss_of(model(ids)))
+    offload.apply(model)
+    assert_same(gradients(model, lambda: loss_of(model(ids))), expected)
+    again = copy.deepcopy(model)
+    assert_same(gradients(again, lambda: loss_of(again(ids))), expected)
+    offload.revert()
+    by_path = planned(model, ids, budget=1.0, blocks=["layers.1"])
+    assert by_path.steps == [(["layers.1"], "pointwise")]
+    assert planned(model, ids, budget=1.0, blocks=[model.layers[1]]).steps == by_path.steps
+    for kwargs, message in (
+        ({"choices": ["everything"]}, "choices must be of"),
+        ({"choices": []}, "choices must be of"),
+        ({"scope": "all"}, "scope must be"),
+        ({"blocks": ["nowhere"]}, "blocks must be modules"),
+        ({"blocks": [nn.Linear(2, 2)]}, "blocks must be modules"),
+        ({"on": "cuda"}, "the model is on cpu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            planned(model, ids, budget=1.0, **kwargs)
+    with pytest.raises(ValueError, match=r"found no nn\.ModuleList"):
+        pyckpt.plan(nn.Linear(2, 2), torch.ones(1, 2), budget=1.0)
+    shared = nn.Sequential(*[blocks(1)] * 2)
+    with pytest.raises(ValueError, match="must call each block once"):
+        pyckpt.plan(shared, torch.randn(8, 32), budget=1.0, blocks=["0"])
+
+
+@pytest.mark.usefixtures("one_thread", "clock")
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_hugging_face(ids, name):
+    """Tuples, keyword arguments, norms behind the residual sum: what one block leaves to the next is counted."""
+    transformers = pytest.importorskip("transformers")
+    common = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 50}
+    if name == "bert":
+        config = transformers.BertConfig(
+            **common, intermediate_size=256, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.0
+        )
+        model, kwargs = transformers.BertForMaskedLM(config), {}
+    else:
+        config = transformers.LlamaConfig(**common, intermediate_size=176, num_key_value_heads=2)
+        model, kwargs = transformers.LlamaForCausalLM(config), {"use_cache": False}
+    model = pyckpt.convert(model.train(), recompute=False)
+    assert len(candidates(model)) == 4
+    batch = {"input_ids": ids, "labels": ids, **kwargs}
+
+    def run():
+        torch.manual_seed(1)
+        return gradients(model, lambda: model(**batch).loss)
+
+    expected = run()
+    for budget in (1.0, 0.6):
+        plan = pyckpt.plan(model, **batch, budget=budget, rounds=1)
+        plan.apply(model)
+        assert_same(run(), expected)
+        saved = memory.saved_bytes(lambda: model(**batch).loss)
+        assert plan.predicted.saved == pytest.approx(saved, rel=0.05)
+        plan.revert()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_predicted_time(ids, monkeypatch):
+    """By the processor's time, which other processes disturb little."""
+    monkeypatch.setattr(time, "perf_counter_ns", time.process_time_ns)
+    model = make(width=256)
+    ids = torch.randint(50, (4, 256))
+    step = lambda: loss_of(model(ids)).backward()  # noqa: E731
+    for budget in (1.0, 0.4):
+        plan = planned(model, ids, budget=budget, rounds=7)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        plan.apply(model)
+        (taken,) = _measure.in_turn({"step": step}, 7, torch.device("cpu")).values()
+        plan.revert()
+        assert plan.predicted.milliseconds == pytest.approx(taken / 1e6, rel=0.1)
+
+
+def test_blocks_are_found():
+    model = nn.ModuleDict(
+        {
+            "encoder": nn.ModuleList(blocks(3)),
+            "mixed": nn.Sequential(nn.Linear(2, 2), nn.GELU()),
+            "plain": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]),
+            "deep": nn.Sequential(nn.Linear(2, 2), nn.Sequential(*blocks(2))),
+        }
+    )
+    assert candidates(model) == ["encoder.0", "encoder.1", "encoder.2", "deep.1.0", "deep.1.1"]
