@@ -73,6 +73,21 @@ COLUMNS = (
 )
 
 
+def summary(rows: Sequence[Row]) -> str:
+    """A line for each target."""
+    lines = [
+        "| target | kernels | most registers | spilled accesses | lowest occupancy |",
+        "|" + " --- |" * 5,
+    ]
+    for target in dict.fromkeys(row.target for row in rows):
+        of = [row for row in rows if row.target == target]
+        occupancies = [row.occupancy for row in of if row.occupancy is not None]
+        lowest = f"{100 * min(occupancies):.0f} %" if occupancies else ""
+        most, spills = max(row.registers for row in of), sum(row.spills for row in of)
+        lines.append(f"| {target} | {len(of)} | {most} | {spills} | {lowest} |")
+    return "\n".join(lines)
+
+
 def table(rows: Sequence[Row]) -> str:
     """Markdown."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]

@@ -105,13 +105,14 @@ class ActivationFunction(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: _Activation) -> Tensor:
-        ctx.backend = backend_of(x, activation.fwd)
+        fwd = activation.fwd
+        ctx.backend = backend_of(x, fwd)
         ctx.activation = activation
         # In a recompute region that rebuilds the input too, the input: a chain of cheap ops then keeps one tensor, not two.
         ctx.saves_output = activation.saves_output and not (
             regions.stack and regions.stack[-1][1].can_rebuild(x)
         )
-        y = activation.fwd(ctx.backend, x, *activation.arguments)
+        y = fwd(ctx.backend, x, *activation.arguments)
         ctx.save_for_backward(y if ctx.saves_output else x)
         return y
 
