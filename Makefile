@@ -72,7 +72,8 @@ cuda: $(STAMPS)/tools
 	    --build-base $(CUDA_BUILD) --build-lib $(CUDA_BUILD)/lib
 	cd $(CUDA_BUILD)/lib && $(abspath $(BIN)/python) -m pyckpt doctor | grep -A 1 '^CUDA kernels' | grep nvcc
 
-# The Triton kernels compiled for NVIDIA and AMD without a GPU, and what came out: docs/audit.md; ARGS='--quick' for a part.
+# The Triton kernels, and csrc/cuda where there is an nvcc, compiled without a GPU, and what came out: docs/audit*.md;
+# ARGS='--quick' for a part.
 audit: $(STAMPS)/test
 	$(BIN)/python -m bench.audit $(ARGS)
 
