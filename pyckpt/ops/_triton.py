@@ -16,19 +16,17 @@ from .. import backends
 from . import activation, dropout, norm, softmax
 from ._native import (
     as_rows,
+    check_grad,
     columns_adjacent,
     contiguous_like,
     dense,
     elementwise_view,
-    like,
     resolved,
     strided,
 )
-from ._norm_checks import check_arguments, check_grad, check_statistics
+from ._norm_checks import check_arguments, check_backward, check_statistics
 from ._norm_definition import rows_and_columns
-from ._registry import describe, refused
 from ._softmax_checks import check_arguments as check_scores
-from ._softmax_checks import check_grad as check_gradient
 from ._softmax_checks import check_statistics as check_rows
 from ._softmax_definition import Options
 
@@ -65,8 +63,7 @@ def _activation_forward(op: int, x: Tensor) -> Tensor:
 
 def _activation_backward(op: int, grad: Tensor, x: Tensor) -> Tensor:
     grad = strided(grad)
-    if not like(grad, x):
-        raise refused(f"{describe('grad', grad)} does not fit {describe('x', x)}")
+    check_grad(grad, x)
     grad, x = resolved(grad), resolved(x)
     dx = torch.empty_like(x)
     view = [] if grad.is_contiguous() and x.is_contiguous() else elementwise_view(grad, x, dx)
@@ -123,7 +120,7 @@ def _norm_backward(
     rows, columns = rows_and_columns(x, shape)
     parameter_dtype = torch.float32 if float32_parameters else x.dtype
     grad = strided(grad)
-    check_grad(grad, x, shape, weight, parameter_dtype)
+    check_backward(grad, x, shape, weight, parameter_dtype)
     check_statistics(kind, x, rows, statistics)
     rows_of_x, view = as_rows(x, len(shape), columns)
     rows_of_grad, grad_view = as_rows(grad, len(shape), columns)
@@ -211,7 +208,7 @@ def _softmax_recompute(x: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
 
 def _softmax_backward(grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor:
     grad = strided(grad)
-    check_gradient(grad, y)
+    check_grad(grad, y)
     dx, y = contiguous_like(y), resolved(y).contiguous()
     scores = _scores(grad, None, Options())[0]
     kernels("softmax").backward(scores, scores.x, y, dx, masked, scale)
@@ -223,7 +220,7 @@ def _softmax_dropout_backward(grad: Tensor, x: Tensor, mask: Tensor | None, *res
     options, grad = Options(*values), strided(grad)
     check_scores(x, mask, options)
     check_rows(x, statistics)
-    check_gradient(grad, x)
+    check_grad(grad, x)
     dx = contiguous_like(x)
     scores, grad, grad_strides = _scores(x, mask, options, grad)
     kernels("softmax").dropout_backward(scores, grad, grad_strides, dx, statistics.contiguous(), grad_scale)
