@@ -35,6 +35,7 @@ def pieces(interpreted, monkeypatch):
         ("norm", "WIDEST"),
         ("norm", "WIDEST_BACKWARD"),
         ("softmax", "WIDEST"),
+        ("softmax", "WIDEST_DROPOUT_BACKWARD"),
         ("norm_long", "PIECE"),
         ("softmax_long", "PIECE"),
     ):
