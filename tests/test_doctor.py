@@ -13,6 +13,13 @@ from pyckpt import backends, doctor
 from pyckpt.ops import activation, norm
 
 
+@pytest.fixture(autouse=True)
+def _only_what_ships(monkeypatch):
+    """Not the backends that other tests of this process have registered."""
+    shipped = {name: b for name, b in backends.available().items() if "_" not in name}
+    monkeypatch.setattr(backends, "_backends", shipped)
+
+
 def doctor_process(*arguments, **kwargs):
     return subprocess.run(
         [sys.executable, "-m", "pyckpt", "doctor", *arguments],

@@ -35,6 +35,7 @@ def pieces(interpreted, monkeypatch):
         ("norm", "WIDEST"),
         ("norm", "WIDEST_BACKWARD"),
         ("softmax", "WIDEST"),
+        ("softmax", "WIDEST_DROPOUT_BACKWARD"),
         ("norm_long", "PIECE"),
         ("softmax_long", "PIECE"),
     ):
@@ -154,18 +155,18 @@ def test_rows_in_pieces(case, pieces):
     for dtype, columns in ((torch.float32, 389), (torch.bfloat16, 256), (torch.float64, 389)):
         compare(
             case,
-            lambda n=columns: torch.randn((2, 5, n), dtype=torch.float64),
+            lambda n=columns: torch.randn((3, n), dtype=torch.float64),
             dtype,
             draws=3,
             what=str(columns),
         )
 
 
-@pytest.mark.parametrize("columns", [129, 256, 390, 515])
+@pytest.mark.parametrize("columns", [129, 256, 390])
 def test_dropout_of_rows_in_pieces(columns, pieces):
     """Blocks of four random words end neither with the rows nor with the pieces."""
-    x, grad = draw(2, 5, columns), draw(2, 5, columns)
-    mask = torch.rand(5, columns) > 0.3
+    x, grad = draw(2, 3, columns), draw(2, 3, columns)
+    mask = torch.rand(3, columns) > 0.3
     mask[1] = False
     results = []
     for backend in (_interpreter.NAME, "reference"):

@@ -33,12 +33,13 @@ def divide_up(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def tile(columns: int) -> tuple[int, int, int]:
+def tile(columns: int, itemsize: int) -> tuple[int, int, int]:
     """(rows, columns, warps) of the tile that a program holds of rows of `columns` elements."""
     width = min(max(NARROWEST, triton.next_power_of_2(columns)), WIDEST)
     rows = max(1, TILE // width)
-    # 16 elements a thread, which keeps enough loads in flight; more only where a block has no more threads.
-    return rows, width, min(16, max(1, rows * width // 512))
+    # 16 elements a thread, which keeps enough loads in flight, and half as many of float64; more only where a block has no more
+    # threads.
+    return rows, width, min(16, max(1, rows * width * max(4, itemsize) // 2048))
 
 
 autotune = False  # whether launches try several numbers of warps instead of taking the rule's; set by who loads the kernels

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ._common import divide_up
 
-BLOCK = 2048  # elements of a program: on AMD one 16-byte access a thread in 16 bits, on NVIDIA two
-WARPS = 4
+BLOCK = 1024  # elements of a program, 8 a thread: one 16-byte access in 16 bits, two in 32
 DIMS = 3  # of a view, after merging; more are copied
 
 
@@ -48,6 +47,10 @@ def padded(view: Sequence[int], operands: int) -> list[int]:
 def dense_like(y: Tensor, x: Tensor) -> Tensor:
     """`x` with the memory order of `y`."""
     return x if x.stride() == y.stride() else torch.empty_like(y).copy_(x)
+
+
+def warps() -> int:
+    return 2 if torch.version.hip else 4
 
 
 def programs(n: int) -> int:

@@ -14,13 +14,13 @@ from torch import Tensor
 from ._common import arithmetic, exp_nonpositive, exp_square, is_half, launch, multiply_add, ratio
 from ._elementwise import (
     BLOCK,
-    WARPS,
     dense_like,
     element_indices,
     element_offsets,
     few_dims,
     padded,
     programs,
+    warps,
 )
 
 _LINEAR = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
@@ -215,18 +215,18 @@ def forward(op: int, x: Tensor, y: Tensor, view: Sequence[int]) -> None:
     """y = activation(x). `view`: sizes and strides of x and y where they are not dense in one order, else empty."""
     n = y.numel()
     if n and view and few_dims(view, 2):
-        options = {"OP": op, "BLOCK": BLOCK, "WIDE": n >= 2**31, "num_warps": WARPS}
+        options = {"OP": op, "BLOCK": BLOCK, "WIDE": n >= 2**31, "num_warps": warps()}
         launch(_forward_strided, programs(n), y, x, y, n, *padded(view, 2), **options)
     elif n:
-        launch(_forward, programs(n), y, dense_like(y, x), y, n, OP=op, BLOCK=BLOCK, num_warps=WARPS)
+        launch(_forward, programs(n), y, dense_like(y, x), y, n, OP=op, BLOCK=BLOCK, num_warps=warps())
 
 
 def backward(op: int, grad: Tensor, x: Tensor, dx: Tensor, view: Sequence[int]) -> None:
     """dx = grad * derivative at x; ReLU may be given its output as x. `view` as for :func:`forward`, of grad, x and dx."""
     n = dx.numel()
     if n and view and few_dims(view, 3):
-        options = {"OP": op, "BLOCK": BLOCK, "WIDE": n >= 2**31, "num_warps": WARPS}
+        options = {"OP": op, "BLOCK": BLOCK, "WIDE": n >= 2**31, "num_warps": warps()}
         launch(_backward_strided, programs(n), dx, grad, x, dx, n, *padded(view, 3), **options)
     elif n:
         operands = dense_like(dx, grad), dense_like(dx, x), dx
-        launch(_backward, programs(n), dx, *operands, n, OP=op, BLOCK=BLOCK, num_warps=WARPS)
+        launch(_backward, programs(n), dx, *operands, n, OP=op, BLOCK=BLOCK, num_warps=warps())

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._common import arithmetic, launch
-from ._elementwise import BLOCK, WARPS, element_indices, element_offsets, few_dims, padded, programs
+from ._elementwise import BLOCK, element_indices, element_offsets, few_dims, padded, programs, warps
 from ._philox import factors, rule
 
 
@@ -65,11 +65,11 @@ def forward(x: Tensor, y: Tensor, seed: Tensor, p: float, view: Sequence[int]) -
     """y = x times the dropout factors. `view`: sizes and strides of x and y in logical order, unless both are contiguous."""
     n, numbers = y.numel(), rule(p)
     if n and view and few_dims(view, 2):
-        options = {"BLOCK": BLOCK, "WIDE": n >= 2**31, "num_warps": WARPS}
+        options = {"BLOCK": BLOCK, "WIDE": n >= 2**31, "num_warps": warps()}
         launch(_forward_strided, programs(n), y, x, y, n, seed, *numbers, *padded(view, 2), **options)
     elif n and view:
         dense = torch.empty(y.shape, dtype=y.dtype, device=y.device)
         forward(x.contiguous(), dense, seed, p, [])
         y.copy_(dense)
     elif n:
-        launch(_forward, programs(n), y, x, y, n, seed, *numbers, BLOCK=BLOCK, num_warps=WARPS)
+        launch(_forward, programs(n), y, x, y, n, seed, *numbers, BLOCK=BLOCK, num_warps=warps())

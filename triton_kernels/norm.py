@@ -50,7 +50,7 @@ BLOCKS = (
     264  # of rows, whose parameter gradients one program sums: two for each multiprocessor of an H100 or H200
 )
 WIDEST_BACKWARD = 8192  # as WIDEST, where x, grad and the sums for two gradients are held
-WIDEST_AHEAD = 4096  # where the next tile is held too
+WIDEST_AHEAD = 4096  # where the next tile is held too; not in float64
 RowView = tuple[int, int, int]  # inner, outer stride, inner stride
 
 
@@ -109,7 +109,7 @@ def forward(
     options = {"LAYER": kind == LAYER, "RECOMPUTE": recompute}
     if n > WIDEST:
         return norm_long.forward(rows, y, arguments, options)
-    height, width, warps = tile(n)
+    height, width, warps = tile(n, x.dtype.itemsize)
     programs = divide_up(rows, height)
     for first in range(0, programs, MAX_GRID):
         launch(
@@ -218,7 +218,7 @@ def backward(
             if gradient is not None:
                 gradient.zero_()
         return
-    height, width, warps = tile(n)
+    height, width, warps = tile(n, x.dtype.itemsize)
     blocks = min(BLOCKS, divide_up(rows, height)) if wants_parameters else 0
     if n > WIDEST_BACKWARD:
         blocks = min(norm_long.BLOCKS, divide_up(rows, norm_long.ROWS)) if wants_parameters else 0
@@ -235,7 +235,7 @@ def backward(
         for first in range(0, programs, MAX_GRID):
             launch(
                 _backward, min(MAX_GRID, programs - first), x, *operands, tiles, first,
-                LAYER=kind == LAYER, ONE=n == 1, AHEAD=wants_parameters and width <= WIDEST_AHEAD,
+                LAYER=kind == LAYER, ONE=n == 1, AHEAD=wants_parameters and width <= WIDEST_AHEAD and x.dtype.itemsize < 8,
                 ROWS=height, COLUMNS=width, num_warps=warps,
             )  # fmt: skip
     if wants_parameters:

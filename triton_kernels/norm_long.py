@@ -27,7 +27,7 @@ from ._common import (
 )
 from ._norm_tiles import affine, input_gradient, load_weight, normalised, read_statistics, row_offsets
 
-WARPS = 8
+WARPS = 16
 BLOCKS, ROWS, COLUMNS = (
     64,
     8,

@@ -85,6 +85,9 @@ def _forward(
     tl.store(y + row[:, None] * n + column, out.to(y.dtype.element_ty), mask=exists)
 
 
+WIDEST_DROPOUT_BACKWARD = 8192  # as WIDEST, where probabilities, gradient and random words are held
+
+
 class Scores(NamedTuple):
     """How the kernels find scores: x with its columns adjacent, in rows whose leading dimensions were merged to three."""
 
@@ -104,10 +107,10 @@ def _options(scores: Scores, n: int) -> dict[str, bool]:
     return {"BOOLEAN": scores.mask is not None and scores.mask.dtype != scores.x.dtype, "FOURS": n % 4 == 0}
 
 
-def _geometry(scores: Scores, n: int) -> tuple[int, int, int] | None:
+def _geometry(scores: Scores, n: int, widest: int) -> tuple[int, int, int] | None:
     """The tile of a program; None: rows too long for one."""
     width = n + (3 if scores.seed is not None and n % 4 else 0)
-    return None if width > WIDEST else tile(width)
+    return None if width > widest else tile(width, scores.x.dtype.itemsize)
 
 
 def forward(scores: Scores, y: Tensor, statistics: Tensor, recompute: bool) -> None:
@@ -122,7 +125,7 @@ def forward(scores: Scores, y: Tensor, statistics: Tensor, recompute: bool) -> N
         *scores.mask_strides, scores.step, bits(scores.scale), scores.causal, *rule(scores.dropout_p),
     )  # fmt: skip
     options = _options(scores, n) | {"RECOMPUTE": recompute}
-    geometry = _geometry(scores, n)
+    geometry = _geometry(scores, n, WIDEST)
     if geometry is None:
         return softmax_long.forward(rows, y, arguments, options)
     height, width, warps = geometry
@@ -197,7 +200,7 @@ def backward(scores: Scores, grad: Tensor, y: Tensor, dx: Tensor, masked: bool, 
     arguments = grad, y, dx, rows, n, *scores.sizes, *scores.strides, bits(scale)
     if n > WIDEST:
         return softmax_long.backward(rows, y, arguments, masked)
-    height, width, warps = tile(n)
+    height, width, warps = tile(n, y.dtype.itemsize)
     programs = divide_up(rows, height)
     for first in range(0, programs, MAX_GRID):
         launch(
@@ -225,7 +228,7 @@ def dropout_backward(
     )  # fmt: skip
     masked = scores.mask is not None or scores.causal is not None
     options = _options(scores, n) | {"MASKED": masked}
-    geometry = _geometry(scores, n)
+    geometry = _geometry(scores, n, WIDEST_DROPOUT_BACKWARD)
     if geometry is None:
         return softmax_long.dropout_backward(rows, dx, arguments, options)
     height, width, warps = geometry

@@ -45,12 +45,13 @@ class Row:
                 self.problems.append(f"no {what} of 128 bits")
             # Narrower ones may be statistics (a few a row, in 32 bits, or 64 for double), and the seed of dropout.
             elements = sum(count for width, count in counts.items() if width <= element_bits)
-            if element_bits == 16 and elements:
+            if element_bits == 16 and elements > PARAMETERS:
                 self.problems.append(f"{elements} {what} of {element_bits} bits or less")
             elif elements > 4 * max(1, counts[128]) and elements > ROW_NUMBERS:
                 self.problems.append(f"{elements} {what} of single elements")
 
 
+PARAMETERS = 2  # weight and bias of a tile of several rows: fewer elements than threads
 ROW_NUMBERS = 12  # accesses that a tile may spend on numbers kept for each row
 
 

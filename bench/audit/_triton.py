@@ -6,6 +6,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 import triton
@@ -65,9 +66,11 @@ def jobs(quick: bool) -> Iterator[Job]:
 
 def run(job: Job) -> list[Row]:
     """Compiles what the job's launches need, and reads what came out."""
-    _, name, dtype, columns, aligned = job
+    target, name, dtype, columns, aligned = job
     subject = next(s for s in subjects() if s.name == name)
-    launches = recorded(lambda: subject.call(ROWS, columns, dtype), aligned)
+    amd = TARGETS[target].backend == "hip"
+    with mock.patch.object(torch.version, "hip", "offline" if amd else None):  # what launchers ask
+        launches = recorded(lambda: subject.call(ROWS, columns, dtype), aligned)
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
         return [_row(job, subject, launch, Path(folder, "kernel.cubin")) for launch in launches]

@@ -21,13 +21,11 @@ from ._native import (
     contiguous_like,
     dense,
     elementwise_view,
-    like,
     resolved,
     strided,
 )
 from ._norm_checks import check_arguments, check_backward, check_statistics
 from ._norm_definition import rows_and_columns
-from ._registry import describe, refused
 from ._softmax_checks import check_arguments as check_scores
 from ._softmax_checks import check_statistics as check_rows
 from ._softmax_definition import Options
@@ -65,8 +63,7 @@ def _activation_forward(op: int, x: Tensor) -> Tensor:
 
 def _activation_backward(op: int, grad: Tensor, x: Tensor) -> Tensor:
     grad = strided(grad)
-    if not like(grad, x):
-        raise refused(f"{describe('grad', grad)} does not fit {describe('x', x)}")
+    check_grad(grad, x)
     grad, x = resolved(grad), resolved(x)
     dx = torch.empty_like(x)
     view = [] if grad.is_contiguous() and x.is_contiguous() else elementwise_view(grad, x, dx)
