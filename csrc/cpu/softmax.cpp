@@ -5,7 +5,7 @@
 // Forward moves 2 elements per element (+ the mask), backward 3. Rows are staged in float, so a row costs 4 bytes a column
 // of scratch per thread.
 #include "launchers.h"
-#include "random.h"
+#include "probability.h"
 
 namespace pyckpt {
 namespace PYCKPT_ISA {
@@ -36,11 +36,6 @@ static inline int64_t row_count(const SoftmaxArguments& a) {
 static inline int64_t visible_columns(const SoftmaxArguments& a, int64_t query) {
   if (a.causal_offset == kNotCausal) return a.columns;
   return larger(0, smaller(a.columns, query + a.causal_offset + 1));
-}
-
-template <class F>
-PYCKPT_HD F infinity() {
-  return F(__builtin_huge_val());
 }
 
 // scores[i] = scale x[i] + mask[i], or -inf where masked: what lies behind a mask, even NaN, is not looked at. Returns whether
@@ -80,33 +75,6 @@ static inline bool row_scores(const SoftmaxArguments& a, const F* x, int64_t mas
   *top = maximum_over<F>(visible, [=](int64_t i) { return scores[i]; });
   return kept != 0;
 }
-
-// Calls body(start, count, factors) over [0, n) of a row whose first element has logical index `first`.
-template <class F, class Body>
-static inline void with_factors(const DropoutRule& rule, int64_t first, int64_t n, const Body& body) {
-  F factors[kMaskBlock];
-  const int64_t lead = first % 4;  // blocks of four do not end with the rows
-  for (int64_t start = -lead; start < n; start += kMaskBlock) {
-    dropout_factors(rule, first + start, factors);
-    const int64_t from = larger(0, start);
-    body(from, smaller(n, start + kMaskBlock) - from, factors + (from - start));
-  }
-}
-
-// e / sum by the reciprocal and one correction: a division's result at a multiplication's price. A row in which nothing is kept
-// has sum 0 and gives 0.
-template <class F>
-struct Quotient {
-  F sum, inverse;
-  explicit Quotient(F total) : sum(total), inverse(total == F(0) ? F(0) : F(1) / total) {}
-  F operator()(F e) const {
-#if !defined(PYCKPT_FUSED)
-    return sum == F(0) ? F(0) : e / sum;
-#endif
-    const F q = e * inverse;
-    return fused(fused(-q, sum, e), inverse, q);
-  }
-};
 
 // p = exp(score - maximum) / sum: with maximum and sum at hand, the same bits in forward, recompute and backward.
 template <class F>
@@ -149,12 +117,6 @@ static void forward_rows(const SoftmaxArguments& a, void* y, F* statistics, bool
       narrow(a.dtype, out, y, row * n, n);
     }
   });
-}
-
-// Where something may be masked, a probability of zero hides its gradient, which may hold NaN from a masked value.
-template <bool kMasked, class F>
-PYCKPT_HD F weighted(F p, F g) {
-  return kMasked && p == F(0) ? F(0) : p * g;
 }
 
 // dx = grad_scale p (g - sum(g p)), g the gradient (times the dropout factor), p saved (y) or formed again from x.
