@@ -114,6 +114,9 @@ class _Attention:
         self.addresses = [address(self.mask), address(given.slopes), address(given.seed)]
         self.numbers = [options.scale, options.softcap, options.dropout_p]
         self.threads = torch.get_num_threads()
+        # Whether some rows may see nothing, or some keys be seen by nobody.
+        dense = given.cu_seqlens_q is None and options.left is None and options.right is None
+        self.complete = dense and self.mask is None and min(self.queries, self.keys) > 0
         self.like = q
         self.pool: dict[str, Tensor] = {}
 
@@ -169,6 +172,14 @@ class _Attention:
         """(heads, rows, n) as (units, heads / units * rows, n): a unit's rows share a kv head."""
         return x.reshape(units, -1, x.shape[-1])
 
+    def multiply(self, left: Tensor, right: Tensor, target: Tensor) -> None:
+        """left @ right of (units, rows, n) into a view of (entries, heads, rows, width)."""
+        shape = (*left.shape[:2], right.shape[2])
+        if target.dtype is left.dtype and target.is_contiguous():
+            torch.bmm(left, right, out=target.view(shape))
+        else:
+            target.copy_(torch.bmm(left, right, out=self.buffer("product", shape)).view(target.shape))
+
     def score_arguments(self, b: Block, offset: int) -> tuple[Any, ...]:
         geometry = [
             b.h1 - b.h0, b.r1 - b.r0, b.c1 - b.c0, b.h0, b.r0, b.c0, self.heads, self.queries, self.keys,
@@ -203,9 +214,9 @@ def cpu_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
     logsumexp = q.new_empty(q.shape[:3], dtype=wide_dtype(q))
     q, k, v = resolved(q), resolved(k), resolved(v)
     a = _Attention(q, k, v, given, options)
-    # Rows that see nothing are in no block.
-    out.zero_()
-    logsumexp.fill_(-float("inf"))
+    if not a.complete:  # rows that see nothing are in no block
+        out.zero_()
+        logsumexp.fill_(-float("inf"))
     if not out.numel() or not a.keys:
         return out, logsumexp
     k, v = a.clean(k, v)
@@ -224,25 +235,50 @@ def cpu_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
             native.attention_forward(
                 *a.score_arguments(b, s.offset), scores.data_ptr(), logsumexp.data_ptr(), a.threads
             )
-            product = torch.bmm(scores, value, out=a.buffer("output", (units, query.shape[1], v.shape[3])))
-            target = a.part(out, b.h0, b.h1, b.r0, b.r1)
-            target.copy_(product.view(target.shape))
+            a.multiply(scores, value, a.part(out, b.h0, b.h1, b.r0, b.r1))
     return out, logsumexp
 
 
 class _Sum:
-    """Of a chunk's partial products, in float32 or wider: the last rounding is the only one."""
+    """Of a chunk's products left^T right, in float32 or wider where there are several: then the last rounding is the only one.
 
-    def __init__(self, a: _Attention, name: str, units: int, rows: int, width: int) -> None:
-        self.a, self.name = a, name
-        self.total = a.buffer(name, (units, rows, width), wide_dtype(a.like)).zero_()
+    Held transposed: libraries are a quarter slower where the first factor, the scores, is to be read by columns.
+    """
 
-    def add(self, left: Tensor, right: Tensor, units: slice, rows: slice) -> None:
-        target = self.total[units, rows]
-        if target.dtype is left.dtype:
-            torch.baddbmm(target, left, right, out=target)
+    def __init__(self, a: _Attention, name: str, x: Tensor, chunk: _Chunk) -> None:
+        s = chunk.sequence
+        self.a, self.name, self.whole = a, name, (chunk.u1 - chunk.u0, x.shape[3], s.k1 - s.k0)
+        self.total: Tensor | None = None
+
+    def add(self, left: Tensor, right: Tensor, units: slice, columns: slice, only: bool) -> None:
+        right = right.transpose(1, 2)
+        shape = (left.shape[0], right.shape[1], left.shape[2])
+        first = self.total is None
+        if self.total is None:
+            wide = wide_dtype(self.a.like)
+            dtype = self.a.dtype if only and shape == self.whole else wide
+            self.total = self.a.buffer(f"{self.name} {dtype}", self.whole, dtype)
+            if shape != self.whole:
+                self.total.zero_()
+        target = self.total[units, :, columns]
+        if target.dtype is not left.dtype:
+            partial = torch.bmm(right, left, out=self.a.buffer("partial", shape))
+            target.copy_(partial) if first else target.add_(partial)
+        elif first and shape == self.whole:
+            torch.bmm(right, left, out=target)
         else:
-            target.add_(torch.bmm(left, right, out=self.a.buffer("partial", tuple(target.shape))))
+            torch.baddbmm(target, right, left, out=target)
+
+    def store(self, target: Tensor) -> None:
+        """Into (entries, heads, keys, width)."""
+        if self.total is None:
+            target.zero_()
+            return
+        # Two-dimensional transposes go by tiles.
+        for unit, (entry, head) in enumerate(
+            (entry, head) for entry in range(target.shape[0]) for head in range(target.shape[1])
+        ):
+            target[entry, head].copy_(self.total[unit].t())
 
 
 class _BiasGradient:
@@ -277,14 +313,15 @@ def cpu_bwd(
     q, k, v, logsumexp = resolved(q), resolved(k), resolved(v), logsumexp.contiguous()
     a = _Attention(q, k, v, given, options)
     nothing = q.new_empty(0)
-    gradients = [torch.zeros_like(x) if w else nothing for x, w in zip(like, wanted, strict=False)]
+    new = torch.empty_like if a.complete else torch.zeros_like
+    gradients = [new(x) if w else nothing for x, w in zip(like, wanted, strict=False)]
     bias = _BiasGradient(a, given.mask) if given.mask is not None and wanted[3] else None
     if out.numel() and a.keys:
         k, v = a.clean(k, v)
-        empty = logsumexp == -float("inf")
-        if not all(bool(x.sum().isfinite()) for x in (q, grad)) and bool(empty.any()):
+        if not a.complete and not all(bool(x.sum().isfinite()) for x in (q, grad)):
             # 0 times NaN: neither the query of a row that keeps nothing nor its gradient may reach a product.
-            q, grad = (x.masked_fill(empty[..., None], 0.0) for x in (q, grad))
+            empty = (logsumexp == -float("inf")).unsqueeze(-1)
+            q, grad = q.masked_fill(empty, 0.0), grad.masked_fill(empty, 0.0)
         for chunk in a.chunks():
             _backward_chunk(a, chunk, (grad, q, k, v), logsumexp, gradients, wanted, bias)
     dmask = nothing if bias is None else bias.total.to(q.dtype)
@@ -303,10 +340,10 @@ def _backward_chunk(
     grad, q, k, v = tensors
     s = chunk.sequence
     keys, values = (a.rows(x, chunk.u0, chunk.u1, s.k0, s.k1) for x in (k, v))
-    count = chunk.u1 - chunk.u0
-    dk = _Sum(a, "dk", count, s.k1 - s.k0, k.shape[3]) if wanted[1] else None
-    dv = _Sum(a, "dv", count, s.k1 - s.k0, v.shape[3]) if wanted[2] else None
-    for b in chunk.blocks():
+    dk = _Sum(a, "dk", k, chunk) if wanted[1] else None
+    dv = _Sum(a, "dv", v, chunk) if wanted[2] else None
+    blocks = list(chunk.blocks())
+    for b in blocks:
         u0, u1 = _units(b, a.group)
         units, columns = slice(u0 - chunk.u0, u1 - chunk.u0), slice(b.c0 - s.k0, b.c1 - s.k0)
         key, value = keys[units, columns], values[units, columns]
@@ -323,14 +360,11 @@ def _backward_chunk(
         if bias is not None and dbias is not None:
             bias.add(b, dbias)
         if dv is not None:
-            dv.add(scores.transpose(1, 2), upstream, units, columns)
+            dv.add(scores, upstream, units, columns, len(blocks) == 1)
         if dk is not None:
-            dk.add(dscores.transpose(1, 2), query, units, columns)
+            dk.add(dscores, query, units, columns, len(blocks) == 1)
         if wanted[0]:
-            product = torch.bmm(dscores, key, out=a.buffer("dq", tuple(query.shape)))
-            target = a.part(gradients[0], b.h0, b.h1, b.r0, b.r1)
-            target.copy_(product.view(target.shape))
+            a.multiply(dscores, key, a.part(gradients[0], b.h0, b.h1, b.r0, b.r1))
     for number, total in ((1, dk), (2, dv)):
         if total is not None:
-            target = a.part(gradients[number], chunk.u0, chunk.u1, s.k0, s.k1)
-            target.copy_(total.total.view(target.shape))
+            total.store(a.part(gradients[number], chunk.u0, chunk.u1, s.k0, s.k1))
