@@ -190,9 +190,9 @@ void attention_forward(int dtype, int mask_dtype, int mask_kind, const std::arra
 
 void attention_backward(int dtype, int mask_dtype, int mask_kind, const std::array<int64_t, 18>& geometry,
                         const std::array<Address, 3>& addresses, const std::array<double, 3>& numbers, Address scores,
-                        Address gradients, Address logsumexp, Address dbias, int threads) {
+                        Address gradients, Address dbias, int threads) {
   active->kernels->attention_backward(attention_block(dtype, mask_dtype, mask_kind, geometry, addresses, numbers),
-                                      pointer(scores), pointer(gradients), pointer(logsumexp), pointer(dbias), threads);
+                                      pointer(scores), pointer(gradients), pointer(dbias), threads);
 }
 
 py::dict build_info() {

@@ -164,10 +164,9 @@ static void forward_block(const AttentionBlock& a, void* scores, F* logsumexp, i
   });
 }
 
-// P from scores and logsumexp; dS = P (dP - sum(P dP)), times the softcap's slope and the scale. exp(s - logsumexp) sums to 1 but
-// for the rounding of logsumexp: it is divided by its sum, which makes P that of the forward.
+// P from the scores as in forward, bit for bit; dS = P (dP - sum(P dP)), times the softcap's slope and the scale.
 template <bool kMasked, class F>
-static void backward_block(const AttentionBlock& a, void* scores, void* gradients, const F* logsumexp, F* dbias, int threads) {
+static void backward_block(const AttentionBlock& a, void* scores, void* gradients, F* dbias, int threads) {
   const int64_t n = a.columns;
   parallel_rows(a.heads * a.rows, 2 * n, threads, [&](int64_t first, int64_t last) {
     RowOfScores<F> row_of(a, n);
@@ -182,7 +181,7 @@ static void backward_block(const AttentionBlock& a, void* scores, void* gradient
       const F* dp = widen(a.dtype, gradients, row * n + r.begin, seen, scratch.at(0));
       F* p_out = target(a.dtype, scores, row * n, scratch.at(n));
       F* ds_out = target(a.dtype, gradients, row * n, scratch.at(2 * n));
-      const F top = kept ? logsumexp[r.head * a.queries + r.query] : F(0);
+      const F top = kept ? maximum_over<F>(seen, [=](int64_t i) { return s[i]; }) : F(0);
       const Ahead ahead[] = {{a.dtype, scores, smaller(row + 1, last - 1) * n},
                              {a.dtype, gradients, smaller(row + 1, last - 1) * n}};
       const F sum = sum_over<F>(seen, [=](int64_t i) { return s[i] = exp_nonpositive(s[i] - top); }, ahead);
@@ -240,12 +239,11 @@ void attention_forward(const AttentionBlock& block, void* scores, void* logsumex
   });
 }
 
-void attention_backward(const AttentionBlock& block, void* scores, void* gradients, const void* logsumexp, void* dbias,
-                        int threads) {
+void attention_backward(const AttentionBlock& block, void* scores, void* gradients, void* dbias, int threads) {
   with_arithmetic(block.dtype, [&](auto type) {
     using F = typename decltype(type)::type;
     const auto run = block.mask_kind == kNoMask ? backward_block<false, F> : backward_block<true, F>;
-    run(block, scores, gradients, static_cast<const F*>(logsumexp), static_cast<F*>(dbias), threads);
+    run(block, scores, gradients, static_cast<F*>(dbias), threads);
   });
 }
 

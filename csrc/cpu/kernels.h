@@ -103,8 +103,7 @@ struct Kernels {
   void (*softmax_forward)(const SoftmaxArguments& arguments, void* y, void* statistics, bool recompute, int threads);
   void (*softmax_backward)(const SoftmaxArguments& arguments, const SoftmaxGradients& gradients, int threads);
   void (*attention_forward)(const AttentionBlock& block, void* scores, void* logsumexp, int threads);
-  void (*attention_backward)(const AttentionBlock& block, void* scores, void* gradients, const void* logsumexp, void* dbias,
-                             int threads);
+  void (*attention_backward)(const AttentionBlock& block, void* scores, void* gradients, void* dbias, int threads);
 };
 
 #if defined(PYCKPT_X86)

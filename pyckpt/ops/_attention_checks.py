@@ -26,16 +26,16 @@ def check_options(
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"attention: dropout_p has to be between 0 and 1, but got {dropout_p}")
     if not 0.0 <= softcap < float("inf"):
-        raise ValueError(
-            f"attention: softcap has to be positive, or 0 for none, but got {softcap}"
-        )
+        raise ValueError(f"attention: softcap has to be positive, or 0 for none, but got {softcap}")
     if causal_alignment not in ("top_left", "bottom_right"):
         raise ValueError(
             f"attention: causal_alignment must be 'top_left' or 'bottom_right', got {causal_alignment!r}"
         )
     sides = window if isinstance(window, (tuple, list)) else (window, window)
     if len(sides) != 2 or any(not isinstance(side, (int, type(None))) for side in sides):
-        raise TypeError(f"attention: window must be an int, a pair (left, right) of ints or None, got {window!r}")
+        raise TypeError(
+            f"attention: window must be an int, a pair (left, right) of ints or None, got {window!r}"
+        )
     if any(side is not None and side < 0 for side in sides):
         raise ValueError(f"attention: window sizes must not be negative (None: unlimited), got {window!r}")
 
@@ -134,7 +134,9 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, given: Given, options: Opti
     """For raw calls, which no public function has checked, and for what saved-tensor hooks may have changed."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or x.dtype is not q.dtype or x.device != q.device:
-            raise refused(f"{describe(name, x)} must have four dimensions, and the dtype and device of {describe('q', q)}")
+            raise refused(
+                f"{describe(name, x)} must have four dimensions, and the dtype and device of {describe('q', q)}"
+            )
     check_random(q, given.seed, options.dropout_p)
     batch, heads, queries, width = q.shape
     if (

@@ -89,6 +89,12 @@ class _Chunk:
                 if c0 < c1:
                     yield Block(h0, h1, r0, r1, c0, c1)
 
+    def within(self, b: Block) -> tuple[slice, slice]:
+        """A block's heads and keys among the chunk's."""
+        first = self.u0 * self.attention.group
+        k0 = self.sequence.k0
+        return slice(b.h0 - first, b.h1 - first), slice(b.c0 - k0, b.c1 - k0)
+
 
 class _Attention:
     """One call: its sizes, its buffers, and how it is cut into blocks."""
@@ -168,12 +174,14 @@ class _Attention:
         part = self.part(x, h0, h1, r0, r1).to(self.dtype)
         return part.reshape(h1 - h0, r1 - r0, x.shape[3]).contiguous()
 
-    def grouped(self, x: Tensor, units: int) -> Tensor:
-        """(heads, rows, n) as (units, heads / units * rows, n): a unit's rows share a kv head."""
-        return x.reshape(units, -1, x.shape[-1])
+    def keys_of(self, x: Tensor, chunk: _Chunk) -> Tensor:
+        """k or v as products read it: one for each head, (heads, keys, width)."""
+        s = chunk.sequence
+        rows = self.rows(x, chunk.u0, chunk.u1, s.k0, s.k1)
+        return rows if self.group == 1 else rows.repeat_interleave(self.group, 0)
 
     def multiply(self, left: Tensor, right: Tensor, target: Tensor) -> None:
-        """left @ right of (units, rows, n) into a view of (entries, heads, rows, width)."""
+        """left @ right of (heads, rows, n) into a view of (entries, heads, rows, width)."""
         shape = (*left.shape[:2], right.shape[2])
         if target.dtype is left.dtype and target.is_contiguous():
             torch.bmm(left, right, out=target.view(shape))
@@ -203,11 +211,6 @@ class _Attention:
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
 
-def _units(b: Block, group: int) -> tuple[int, int]:
-    """The kv heads of a block."""
-    return b.h0 // group, (b.h1 - 1) // group + 1
-
-
 def cpu_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     given, options = split(rest)
     out = output_like(q, v)
@@ -222,20 +225,16 @@ def cpu_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
     k, v = a.clean(k, v)
     for chunk in a.chunks():
         s = chunk.sequence
-        keys, values = (a.rows(x, chunk.u0, chunk.u1, s.k0, s.k1) for x in (k, v))
+        keys, values = a.keys_of(k, chunk), a.keys_of(v, chunk)
         for b in chunk.blocks():
-            u0, u1 = _units(b, a.group)
-            units = u1 - u0
-            key, value = (
-                x[u0 - chunk.u0 : u1 - chunk.u0, b.c0 - s.k0 : b.c1 - s.k0] for x in (keys, values)
-            )
-            query = a.grouped(a.rows(q, b.h0, b.h1, b.r0, b.r1), units)
-            scores = a.buffer("scores", (units, query.shape[1], b.c1 - b.c0))
-            torch.bmm(query, key.transpose(1, 2), out=scores)
+            heads, columns = chunk.within(b)
+            query = a.rows(q, b.h0, b.h1, b.r0, b.r1)
+            scores = a.buffer("scores", (b.h1 - b.h0, b.r1 - b.r0, b.c1 - b.c0))
+            torch.bmm(query, keys[heads, columns].transpose(1, 2), out=scores)
             native.attention_forward(
                 *a.score_arguments(b, s.offset), scores.data_ptr(), logsumexp.data_ptr(), a.threads
             )
-            a.multiply(scores, value, a.part(out, b.h0, b.h1, b.r0, b.r1))
+            a.multiply(scores, values[heads, columns], a.part(out, b.h0, b.h1, b.r0, b.r1))
     return out, logsumexp
 
 
@@ -247,22 +246,29 @@ class _Sum:
 
     def __init__(self, a: _Attention, name: str, x: Tensor, chunk: _Chunk) -> None:
         s = chunk.sequence
+        self.first = chunk.u0
         self.a, self.name, self.whole = a, name, (chunk.u1 - chunk.u0, x.shape[3], s.k1 - s.k0)
         self.total: Tensor | None = None
 
-    def add(self, left: Tensor, right: Tensor, units: slice, columns: slice, only: bool) -> None:
+    def add(self, left: Tensor, right: Tensor, b: Block, columns: slice, only: bool) -> None:
+        """Of (heads, rows, n) and (heads, rows, width). Heads that share a kv head are summed last: shorter sums, smaller errors."""
+        heads, _, n = left.shape
         right = right.transpose(1, 2)
-        shape = (left.shape[0], right.shape[1], left.shape[2])
-        first = self.total is None
+        units = slice(b.h0 // self.a.group - self.first, (b.h1 - 1) // self.a.group + 1 - self.first)
+        count = units.stop - units.start
+        shape = (count, right.shape[1], n)
+        first, group = self.total is None, heads // count
         if self.total is None:
-            wide = wide_dtype(self.a.like)
-            dtype = self.a.dtype if only and shape == self.whole else wide
+            narrow = only and group == 1 and shape == self.whole
+            dtype = self.a.dtype if narrow else wide_dtype(self.a.like)
             self.total = self.a.buffer(f"{self.name} {dtype}", self.whole, dtype)
             if shape != self.whole:
                 self.total.zero_()
         target = self.total[units, :, columns]
-        if target.dtype is not left.dtype:
-            partial = torch.bmm(right, left, out=self.a.buffer("partial", shape))
+        if group > 1 or target.dtype is not left.dtype:
+            partial = torch.bmm(right, left, out=self.a.buffer("partial", (heads, *shape[1:])))
+            if group > 1:
+                partial = partial.view(count, group, *shape[1:]).sum(1, dtype=target.dtype)
             target.copy_(partial) if first else target.add_(partial)
         elif first and shape == self.whole:
             torch.bmm(right, left, out=target)
@@ -310,10 +316,10 @@ def cpu_bwd(
     check_arguments(q, k, v, given, options)
     check_backward(grad, q, v, out, logsumexp)
     like = (q, k, v)
-    q, k, v, logsumexp = resolved(q), resolved(k), resolved(v), logsumexp.contiguous()
+    q, k, v = resolved(q), resolved(k), resolved(v)
     a = _Attention(q, k, v, given, options)
     nothing = q.new_empty(0)
-    new = torch.empty_like if a.complete else torch.zeros_like
+    new = torch.empty_like if a.complete and out.numel() else torch.zeros_like
     gradients = [new(x) if w else nothing for x, w in zip(like, wanted, strict=False)]
     bias = _BiasGradient(a, given.mask) if given.mask is not None and wanted[3] else None
     if out.numel() and a.keys:
@@ -323,7 +329,7 @@ def cpu_bwd(
             empty = (logsumexp == -float("inf")).unsqueeze(-1)
             q, grad = q.masked_fill(empty, 0.0), grad.masked_fill(empty, 0.0)
         for chunk in a.chunks():
-            _backward_chunk(a, chunk, (grad, q, k, v), logsumexp, gradients, wanted, bias)
+            _backward_chunk(a, chunk, (grad, q, k, v), gradients, wanted, bias)
     dmask = nothing if bias is None else bias.total.to(q.dtype)
     return gradients[0], gradients[1], gradients[2], dmask
 
@@ -332,37 +338,33 @@ def _backward_chunk(
     a: _Attention,
     chunk: _Chunk,
     tensors: tuple[Tensor, ...],
-    logsumexp: Tensor,
     gradients: list[Tensor],
     wanted: list[bool],
     bias: _BiasGradient | None,
 ) -> None:
     grad, q, k, v = tensors
     s = chunk.sequence
-    keys, values = (a.rows(x, chunk.u0, chunk.u1, s.k0, s.k1) for x in (k, v))
+    keys, values = a.keys_of(k, chunk), a.keys_of(v, chunk)
     dk = _Sum(a, "dk", k, chunk) if wanted[1] else None
     dv = _Sum(a, "dv", v, chunk) if wanted[2] else None
     blocks = list(chunk.blocks())
     for b in blocks:
-        u0, u1 = _units(b, a.group)
-        units, columns = slice(u0 - chunk.u0, u1 - chunk.u0), slice(b.c0 - s.k0, b.c1 - s.k0)
-        key, value = keys[units, columns], values[units, columns]
-        query, upstream = (a.grouped(a.rows(x, b.h0, b.h1, b.r0, b.r1), u1 - u0) for x in (q, grad))
-        shape = (u1 - u0, query.shape[1], b.c1 - b.c0)
+        heads, columns = chunk.within(b)
+        key, value = keys[heads, columns], values[heads, columns]
+        query, upstream = (a.rows(x, b.h0, b.h1, b.r0, b.r1) for x in (q, grad))
+        shape = (b.h1 - b.h0, b.r1 - b.r0, b.c1 - b.c0)
         scores, dscores = a.buffer("scores", shape), a.buffer("gradients", shape)
         torch.bmm(query, key.transpose(1, 2), out=scores)
         torch.bmm(upstream, value.transpose(1, 2), out=dscores)
         dbias = None if bias is None else bias.buffer(b)
         native.attention_backward(
-            *a.score_arguments(b, s.offset), scores.data_ptr(), dscores.data_ptr(), logsumexp.data_ptr(),
-            address(dbias), a.threads,
+            *a.score_arguments(b, s.offset), scores.data_ptr(), dscores.data_ptr(), address(dbias), a.threads
         )  # fmt: skip
         if bias is not None and dbias is not None:
             bias.add(b, dbias)
-        if dv is not None:
-            dv.add(scores, upstream, units, columns, len(blocks) == 1)
-        if dk is not None:
-            dk.add(dscores, query, units, columns, len(blocks) == 1)
+        for total, left, right in ((dk, dscores, query), (dv, scores, upstream)):
+            if total is not None:
+                total.add(left, right, b, columns, len(blocks) == 1)
         if wanted[0]:
             a.multiply(dscores, key, a.part(gradients[0], b.h0, b.h1, b.r0, b.r1))
     for number, total in ((1, dk), (2, dv)):

@@ -24,7 +24,9 @@ _MINUS_INFINITY = float("-inf")
 class Given(NamedTuple):
     """The tensors that the ops take after q, k and v, in the order of their schemas."""
 
-    mask: Tensor | None = None  # boolean (True = keep) or additive, broadcast to (batch, heads, queries, keys)
+    mask: Tensor | None = (
+        None  # boolean (True = keep) or additive, broadcast to (batch, heads, queries, keys)
+    )
     slopes: Tensor | None = None  # ALiBi, float32 (float64), broadcast to (batch, heads)
     cu_seqlens_q: Tensor | None = None  # bounds of packed sequences, int32 or int64, (sequences + 1,)
     cu_seqlens_k: Tensor | None = None
@@ -78,9 +80,7 @@ def _positions(q: Tensor, k: Tensor, given: Given, options: Options) -> tuple[Te
         offset: Any = keys - queries if options.bottom_right else 0
         return j - (i + offset)[:, None], None
     cu_q, cu_k = given.cu_seqlens_q.long(), given.cu_seqlens_k.long()
-    sequence_q, sequence_k = (
-        torch.bucketize(index, cu, right=True) for index, cu in ((i, cu_q), (j, cu_k))
-    )
+    sequence_q, sequence_k = (torch.bucketize(index, cu, right=True) for index, cu in ((i, cu_q), (j, cu_k)))
     inside = (sequence_q > 0) & (sequence_q < cu_q.numel())
     offsets = cu_k[:-1] - cu_q[:-1]
     if options.bottom_right:
@@ -106,10 +106,22 @@ def _keep(q: Tensor, k: Tensor, given: Given, options: Options, position: Tensor
     return result.expand(*q.shape[:-1], k.shape[-2])
 
 
-def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """(batch, heads, n, m) as (batch, kv heads, heads / kv heads * n, m): the rows that read one kv head."""
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    """A kv head for every head."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
+    """(batch, heads, n, m) as (batch, kv heads, heads / kv heads, n, m)."""
     batch, heads, n, m = x.shape
-    return x if heads == kv_heads else x.reshape(batch, kv_heads, heads // kv_heads * n, m)
+    return x.reshape(batch, kv_heads, heads // max(kv_heads, 1), n, m)
+
+
+def _summed(left: Tensor, right: Tensor, kv_heads: int) -> Tensor:
+    """left^T @ right, summed over the heads that read one kv head: as torch does, head by head, but rounded once."""
+    wide = wide_dtype(left)
+    product = _product(left.to(wide).transpose(-1, -2), right.to(wide))
+    return _by_kv_head(product, kv_heads).sum(2).to(left.dtype)
 
 
 class _Forward(NamedTuple):
@@ -132,10 +144,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, given: Given, options: Options) ->
     if keep is not None:
         # 0 times NaN is NaN in a matrix product: junk in keys that nobody sees and in queries that see nothing goes first.
         kept = keep.any(-1, keepdim=True)
-        seen = _grouped(keep, k.shape[1]).any(-2).unsqueeze(-1)
+        seen = _by_kv_head(keep, k.shape[1]).any(2).any(-2).unsqueeze(-1)
         q, k, v = q.masked_fill(~kept, 0.0), k.masked_fill(~seen, 0.0), v.masked_fill(~seen, 0.0)
-    scores = _product(_grouped(q, k.shape[1]), k.transpose(-1, -2))
-    scores = scores.reshape(*q.shape[:-1], k.shape[-2]).to(wide_dtype(q)) * options.scale
+    scores = _product(q, _repeated(k, q.shape[1]).transpose(-1, -2)).to(wide_dtype(q)) * options.scale
     slope = None
     if options.softcap:
         capped = torch.tanh(scores / options.softcap)
@@ -160,7 +171,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, given: Given, options: Options) ->
 def _output(f: _Forward, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The output, and the probabilities that it is made with."""
     dropped = (f.p if f.factors is None else f.p * f.factors).to(dtype)
-    out = _product(_grouped(dropped, f.v.shape[1]), f.v).reshape(*f.q.shape[:-1], f.v.shape[-1])
+    out = _product(dropped, _repeated(f.v, f.q.shape[1]))
     return (out if f.kept is None else out.masked_fill(~f.kept, 0.0)), dropped
 
 
@@ -199,16 +210,15 @@ def reference_bwd(
     dropped = _output(f, q.dtype)[1]
     if f.kept is not None:
         grad = grad.masked_fill(~f.kept, 0.0)
-    grouped = _grouped(grad, kv_heads)
-    dv = _product(_grouped(dropped, kv_heads).transpose(-1, -2), grouped)
-    dp = _product(grouped, v.transpose(-1, -2)).reshape(f.p.shape).to(f.p.dtype)
+    dv = _summed(dropped, grad, kv_heads)
+    dp = _product(grad, _repeated(v, q.shape[1]).transpose(-1, -2)).to(f.p.dtype)
     ds = _gradient(f.p, dp if f.factors is None else dp * f.factors, True, 1.0)
     dmask = ds.sum_to_size(given.mask.shape).to(q.dtype) if given.mask is not None and wanted[3] else None
     if f.slope is not None:
         ds = (ds * f.slope).masked_fill(f.p == 0, 0.0)
-    ds = _grouped((ds * options.scale).to(q.dtype), kv_heads)
-    dq = _product(ds, k).reshape(q.shape)
-    dk = _product(ds.transpose(-1, -2), _grouped(q, kv_heads))
+    ds = (ds * options.scale).to(q.dtype)
+    dq = _product(ds, _repeated(k, q.shape[1]))
+    dk = _summed(ds, q, kv_heads)
     gradients = [torch.empty_like(x).copy_(d) for x, d in zip(like, (dq, dk, dv), strict=True)]
     gradients.append(q.new_empty(0) if dmask is None else dmask.contiguous())
     return tuple(g if w else q.new_empty(0) for g, w in zip(gradients, wanted, strict=True))  # type: ignore[return-value]

@@ -253,7 +253,9 @@ def attention(
     given = Given(attn_mask, slopes, bounds_q, bounds_k, new_seed(q.device) if dropout_p > 0 else None)
     left, right = _sides(window, is_causal)
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None and q.shape[-1] else 1.0 if scale is None else scale
-    options = Options(float(factor), left, right, causal_alignment == "bottom_right", float(softcap), dropout_p)
+    options = Options(
+        float(factor), left, right, causal_alignment == "bottom_right", float(softcap), dropout_p
+    )
     out = _attention(q, k, v, given, options)
     if squeezed:
         return out.reshape(out.shape[-2:])
