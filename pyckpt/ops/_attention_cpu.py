@@ -318,9 +318,8 @@ def cpu_bwd(
     like = (q, k, v)
     q, k, v = resolved(q), resolved(k), resolved(v)
     a = _Attention(q, k, v, given, options)
-    nothing = q.new_empty(0)
     new = torch.empty_like if a.complete and out.numel() else torch.zeros_like
-    gradients = [new(x) if w else nothing for x, w in zip(like, wanted, strict=False)]
+    gradients = [new(x) if w else q.new_empty(0) for x, w in zip(like, wanted, strict=False)]
     bias = _BiasGradient(a, given.mask) if given.mask is not None and wanted[3] else None
     if out.numel() and a.keys:
         k, v = a.clean(k, v)
@@ -330,7 +329,7 @@ def cpu_bwd(
             q, grad = q.masked_fill(empty, 0.0), grad.masked_fill(empty, 0.0)
         for chunk in a.chunks():
             _backward_chunk(a, chunk, (grad, q, k, v), gradients, wanted, bias)
-    dmask = nothing if bias is None else bias.total.to(q.dtype)
+    dmask = q.new_empty(0) if bias is None else bias.total.to(q.dtype)
     return gradients[0], gradients[1], gradients[2], dmask
 
 
