@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ._attention_checks import (
     check_arguments,
@@ -33,6 +34,7 @@ from ._attention_definition import (
     output_like,
     reference_bwd,
     reference_fwd,
+    reference_weights,
     split,
     wide_dtype,
 )
@@ -272,3 +274,20 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, given: Given, options: Options) 
         # One opaque op: as a plain expression a compiled model would keep the probabilities.
         return attention_fwd.overload(q, k, v, *given, *options)[0]
     return expression(q, k, v, given, options)
+
+
+def attention_with_weights(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(output, weights after dropout) for operands of four dimensions. The weights are computed by a second pass, and again in
+    its backward: they live as long as the caller holds them."""
+    given = Given(mask, seed=new_seed(q.device) if dropout_p > 0 else None)
+    options = Options(scale, dropout_p=dropout_p)
+    out = _attention(q, k, v, given, options)
+
+    def weights(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        return reference_weights(q, k, given._replace(mask=mask), options)
+
+    if lowered(q) or not needs_grad(q, k, mask):
+        return out, weights(q, k, mask)
+    return out, checkpoint(weights, q, k, mask, use_reentrant=False, preserve_rng_state=False)
