@@ -176,16 +176,36 @@ void softmax_backward(int dtype, Address x, const Integers& rows, int64_t dims, 
 AttentionBlock attention_block(int dtype, int mask_dtype, int mask_kind, const std::array<int64_t, 18>& geometry,
                                const std::array<Address, 3>& addresses, const std::array<double, 3>& numbers) {
   const auto& g = geometry;
-  return {dtype,      mask_dtype, g[0],  g[1],       g[2],      g[3], g[4], g[5],  g[6], g[7], g[8], g[9], g[10],
-          numbers[0], numbers[1], mask_kind, pointer(addresses[0]), g.data() + 12, pointer(addresses[1]), g.data() + 16, g[11],
-          numbers[2], pointer<int64_t>(addresses[2])};
+  return {dtype,
+          mask_dtype,
+          g[0],
+          g[1],
+          g[2],
+          g[3],
+          g[4],
+          g[5],
+          g[6],
+          g[7],
+          g[8],
+          g[9],
+          g[10],
+          numbers[0],
+          numbers[1],
+          mask_kind,
+          pointer(addresses[0]),
+          g.data() + 12,
+          pointer(addresses[1]),
+          g.data() + 16,
+          g[11],
+          numbers[2],
+          pointer<int64_t>(addresses[2])};
 }
 
 void attention_forward(int dtype, int mask_dtype, int mask_kind, const std::array<int64_t, 18>& geometry,
                        const std::array<Address, 3>& addresses, const std::array<double, 3>& numbers, Address scores,
                        Address logsumexp, int threads) {
-  active->kernels->attention_forward(attention_block(dtype, mask_dtype, mask_kind, geometry, addresses, numbers),
-                                     pointer(scores), pointer(logsumexp), threads);
+  active->kernels->attention_forward(attention_block(dtype, mask_dtype, mask_kind, geometry, addresses, numbers), pointer(scores),
+                                     pointer(logsumexp), threads);
 }
 
 void attention_backward(int dtype, int mask_dtype, int mask_kind, const std::array<int64_t, 18>& geometry,

@@ -107,8 +107,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         q = F.linear(query, weight_q, bias_q)
         if key is value:
             return [q, *F.linear(key, weight_kv, bias_kv).chunk(2, -1)]
-        biases = (None, None) if bias_kv is None else bias_kv.chunk(2)
-        pairs = zip((key, value), weight_kv.chunk(2), biases, strict=True)
+        halves = (None, None) if bias_kv is None else bias_kv.chunk(2)
+        pairs = zip((key, value), weight_kv.chunk(2), halves, strict=True)
         return [q, *(F.linear(x, w, b) for x, w, b in pairs)]
 
     def _heads(self, x: Tensor, batch_first: bool) -> Tensor:

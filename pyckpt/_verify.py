@@ -90,7 +90,9 @@ def _function(module: nn.Module, name: str) -> Callable[[Tensor], Tensor]:
         return module.forward
 
     def attend(x: Tensor) -> Tensor:
-        key, value = (torch.cat([x] * (1 + n // x.shape[-1]), -1)[..., :n] for n in (module.kdim, module.vdim))
+        key, value = (
+            torch.cat([x] * (1 + n // x.shape[-1]), -1)[..., :n] for n in (module.kdim, module.vdim)
+        )
         return module.forward(x, key, value, need_weights=False)[0]
 
     return attend

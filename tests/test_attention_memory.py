@@ -118,7 +118,7 @@ class Attention(nn.Module):
         return x * self.cos + torch.cat([-b, a], -1) * self.sin
 
     def forward(self, x):
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         q, k, v = (
             p(x).view(batch, length, -1, self.head).transpose(1, 2)
             for p in (self.q_proj, self.k_proj, self.v_proj)
@@ -142,8 +142,8 @@ def _gradients(module, x, region):
 @pytest.mark.parametrize("repeat", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
 def test_engine_sees_through(norm, repeat, counted, one_thread):
-    """Units of x, which the caller owns: q 1, k and v 1/4 each, output 1. With norms on them it is their inputs that are kept, and
-    normalised, rotated and repeated queries and keys are rebuilt from those."""
+    """Units of x, which the caller owns: q 1, k and v 1/4 each, output 1. With norms on q and k it is the norms' inputs that are
+    kept, and normalised, rotated and repeated queries and keys are rebuilt from those."""
     module, x = Attention(repeat=repeat, norm=norm), torch.randn(8, 128, 128, requires_grad=True)
 
     def inside():

@@ -29,8 +29,9 @@ static inline BlockRow block_row(const AttentionBlock& a, int64_t i) {
 // tanh(x): near 0 a polynomial (a rational function) that keeps relative accuracy, elsewhere from exp(-2 |x|). After Cephes.
 PYCKPT_HD float near_zero(float x) {
   const float z = x * x;
-  const float p = fused(fused(fused(fused(-5.70498872745e-03f, z, 2.06390887954e-02f), z, -5.37397155531e-02f), z,
-                              1.33314422036e-01f), z, -3.33332819422e-01f);
+  const float p =
+      fused(fused(fused(fused(-5.70498872745e-03f, z, 2.06390887954e-02f), z, -5.37397155531e-02f), z, 1.33314422036e-01f), z,
+            -3.33332819422e-01f);
   return fused(x * z, p, x);
 }
 PYCKPT_HD double near_zero(double x) {

@@ -84,8 +84,8 @@ struct AttentionBlock {
   double scale, softcap;  // softcap 0: none
   int mask_kind;
   const void* mask;
-  const int64_t* mask_strides;  // batch, head, query, key
-  const void* slopes;           // in the arithmetic's type; null: none
+  const int64_t* mask_strides;   // batch, head, query, key
+  const void* slopes;            // in the arithmetic's type; null: none
   const int64_t* slope_strides;  // batch, head
   int64_t origin;                // ALiBi's distance is that of key and query + origin
   double dropout_p;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -123,7 +125,7 @@ def check_bounds(name: str, bounds: Tensor, q: Tensor) -> None:
 
 
 def check_bound_values(name: str, bounds: list[int], length: int) -> None:
-    if bounds[0] != 0 or bounds[-1] > length or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
+    if bounds[0] != 0 or bounds[-1] > length or any(b < a for a, b in itertools.pairwise(bounds)):
         raise RuntimeError(
             f"attention: {name} must begin with 0, never fall and end at {length} at most, got {bounds[:8]}"
             f"{'...' if len(bounds) > 8 else ''}"

@@ -181,9 +181,9 @@ def attention(
         query: (..., heads, queries, width); float32, bfloat16, float16 or float64.
         key: (..., heads, keys, width), with the leading dimensions of `query`, or ones that broadcast to them.
         value: (..., heads, keys, value width).
-        attn_mask: broadcastable to (..., heads, queries, keys); boolean (True = keep) or additive, of the query's dtype. A query
-            with nothing kept gives zeros and zero gradients (torch: NaN). Keys masked for every query may hold NaN or infinity.
-            An additive mask that requires grad receives its gradient. May be combined with `is_causal` and `window`.
+        attn_mask: broadcastable to (..., heads, queries, keys); boolean (True = keep) or additive, of the query's dtype. A
+            query with nothing kept gives zeros and zero gradients (torch: NaN). Keys masked for every query may hold NaN or
+            infinity. An additive mask that requires grad receives its gradient. May go with `is_causal` and `window`.
         dropout_p: probability of dropping a weight; see :func:`pyckpt.functional.dropout`. Pass 0 in evaluation.
         is_causal: query i sees keys up to i (see `causal_alignment`).
         scale: factor on the scores; None: ``1 / sqrt(width)``.
@@ -235,9 +235,7 @@ def attention(
     squeezed = max(query.dim(), key.dim(), value.dim()) == 2
     if attn_mask is not None:
         check_mask(attn_mask, query, scores[1:] if squeezed else scores)
-        if attn_mask.dim() > 4:
-            attn_mask = attn_mask.expand(scores).reshape(-1, *scores[-3:])
-        elif len(leading) > 2 and attn_mask.dim() == 4 and attn_mask.shape[0] != 1:
+        if attn_mask.dim() > 4 or (len(leading) > 2 and attn_mask.dim() == 4 and attn_mask.shape[0] != 1):
             attn_mask = attn_mask.expand(scores).reshape(-1, *scores[-3:])
         else:
             attn_mask = attn_mask.reshape(*[1] * (4 - attn_mask.dim()), *attn_mask.shape)
@@ -248,7 +246,7 @@ def attention(
         slopes = alibi_slopes.to(wide_dtype(q)).reshape(-1, alibi_slopes.shape[-1])
     bounds_q, bounds_k = cu_seqlens if isinstance(cu_seqlens, (tuple, list)) else (cu_seqlens, cu_seqlens)
     for bounds, length in ((bounds_q, q.shape[2]), (bounds_k, k.shape[2])):
-        if cu_seqlens is not None:
+        if bounds is not None:
             check_bounds("cu_seqlens", bounds, q)
             if bounds.is_cpu and is_plain(bounds) and not torch.compiler.is_compiling():
                 check_bound_values("cu_seqlens", bounds.tolist(), length)
@@ -277,12 +275,19 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, given: Given, options: Options) 
 
 
 def attention_with_weights(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    scale: float,
+    is_causal: bool = False,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(output, weights after dropout) for operands of four dimensions. The weights are computed by a second pass, and again in
     its backward: they live as long as the caller holds them."""
     given = Given(mask, seed=new_seed(q.device) if dropout_p > 0 else None)
-    options = Options(scale, dropout_p=dropout_p)
+    options = Options(scale, right=0 if is_causal else None, softcap=softcap, dropout_p=dropout_p)
     out = _attention(q, k, v, given, options)
 
     def weights(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
