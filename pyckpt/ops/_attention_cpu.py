@@ -5,7 +5,7 @@ every block; with the gradients of the scores there are two of them in backward.
 sequence are left out of the products by blocks of rows.
 
 Per score, forward does 2 (width + v width) operations in two products and one exponential; backward 6 width + 4 v width in five
-products, and the exponential again. For width 64 that is 256 operations forward and 640 backward. A pass in C++ moves 2 scores per
+products, and the exponential again: 256 and 640 for width 64. A pass in C++ moves 2 scores per
 score forward and 4 backward, in the cache; memory sees q, k, v, the output and their gradients.
 """
 

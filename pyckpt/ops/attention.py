@@ -198,7 +198,7 @@ def attention(
             Rows behind the last bound give zeros.
 
     Returns:
-        (..., heads, queries, value width), laid out with heads beside each other: ``out.transpose(-3, -2).flatten(-2)`` is a view.
+        (..., heads, queries, value width), heads beside each other in memory: ``out.transpose(-3, -2).flatten(-2)`` is a view.
 
     Raises:
         RuntimeError: shapes, dtypes or devices that do not fit; ValueError, TypeError: options out of range.
