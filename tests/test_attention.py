@@ -13,6 +13,7 @@ import pyckpt.functional as F
 from pyckpt import backends
 from pyckpt.ops import _attention_cpu
 from tests import _attention as attention
+from tests import _attention_table
 from tests._attention import FEATURES, SHAPES
 from tests._oracle import DTYPES
 
@@ -290,3 +291,13 @@ def test_misuse(error, match, change, backend):
     }
     with pytest.raises(error, match=match):
         F.attention(**arguments | change)
+
+
+def test_table_of_features_is_current():
+    """docs/attention.md promises what test_accuracy tests. From a checkout only."""
+
+    if not _attention_table.PAGE.exists():
+        pytest.skip("no checkout around the tests")
+    told = _attention_table.features_told()
+    assert list(told) == list(FEATURES)
+    assert all(cell == "fp32 bf16 fp16 fp64" for cells in told.values() for cell in cells)

@@ -53,7 +53,6 @@ from ._registry import (
 )
 from .dropout import new_seed
 
-_SMALL = 2**15  # scores
 
 
 def _fake_fwd(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
