@@ -54,7 +54,6 @@ from ._registry import (
 from .dropout import new_seed
 
 
-
 def _fake_fwd(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return output_like(q, v), q.new_empty(q.shape[:-1], dtype=wide_dtype(q))
 
