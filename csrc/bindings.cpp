@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -215,6 +216,33 @@ void attention_backward(int dtype, int mask_dtype, int mask_kind, const std::arr
                                       pointer(scores), pointer(gradients), pointer(dbias), threads);
 }
 
+// body() once on each of `threads` threads of torch's OpenMP pool, whose own parallel regions inside are serial; the first error
+// is raised when all have ended. Without an OpenMP runtime, once on the calling thread.
+void in_parallel(const py::function& body, int threads) {
+  if (!GOMP_parallel || threads < 2) {
+    body();
+    return;
+  }
+  struct Region {
+    const py::function& body;
+    std::exception_ptr error;
+    static void run(void* data) {
+      Region& region = *static_cast<Region*>(data);
+      const py::gil_scoped_acquire gil;
+      try {
+        region.body();
+      } catch (...) {
+        if (!region.error) region.error = std::current_exception();
+      }
+    }
+  } region{body, nullptr};
+  {
+    const py::gil_scoped_release release;
+    GOMP_parallel(&Region::run, &region, unsigned(threads), 0);
+  }
+  if (region.error) std::rethrow_exception(region.error);
+}
+
 py::dict build_info() {
   py::dict info;
   info["version"] = PYCKPT_VERSION;
@@ -249,4 +277,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("softmax_backward", &softmax_backward, Release());
   m.def("attention_forward", &attention_forward, Release());
   m.def("attention_backward", &attention_backward, Release());
+  m.def("in_parallel", &in_parallel);
 }

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import pyckpt.functional as F
 from pyckpt import backends
-from pyckpt.ops import _attention_cpu
+from pyckpt.ops import _attention_blocks
 from tests import _attention as attention
 from tests import _attention_table
 from tests._attention import FEATURES, SHAPES
@@ -36,8 +36,8 @@ def test_accuracy(name, shape, dtype, backend, one_thread):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["no mask", "causal, bottom right", "all together"])
 def test_accuracy_of_many_blocks(name, dtype, native, monkeypatch, one_thread):
-    monkeypatch.setattr(_attention_cpu, "SCORES", 2**13)
-    monkeypatch.setattr(_attention_cpu, "SHORT", 32)
+    monkeypatch.setattr(_attention_blocks, "SCORES", 2**13)
+    monkeypatch.setattr(_attention_blocks, "SHORT", 32)
     attention.check(name, (1, 4, 2, 130, 96, 16, 16), dtype, draws=2)
 
 
@@ -73,15 +73,15 @@ def test_any_sizes_as_the_reference(name, batch, kv_heads, group, queries, keys,
     tensors = attention.make(shape, torch.float64)
     feature = FEATURES[name](*tensors[:2])
     results = []
-    before, threads = _attention_cpu.SCORES, torch.get_num_threads()
+    before, threads = _attention_blocks.SCORES, torch.get_num_threads()
     try:
-        _attention_cpu.SCORES = block
+        _attention_blocks.SCORES = block
         torch.set_num_threads(1)
         for backend in ("cpu", "reference"):
             with backends.use(backend):
                 results.append(attention.ours(*tensors, feature))
     finally:
-        _attention_cpu.SCORES = before
+        _attention_blocks.SCORES = before
         torch.set_num_threads(threads)
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)

@@ -8,7 +8,17 @@ from types import FunctionType
 
 from torch._C._dynamo import eval_frame
 
-from . import _attention_cpu, _native, _registry, activation, attention, dropout, norm, softmax
+from . import (
+    _attention_blocks,
+    _attention_cpu,
+    _native,
+    _registry,
+    activation,
+    attention,
+    dropout,
+    norm,
+    softmax,
+)
 
 __all__ = ["activation", "attention", "dropout", "norm", "softmax"]
 
@@ -19,7 +29,17 @@ def _keep_dynamo_out() -> None:
     This does not keep the public functions from being inlined into a compiled graph, where they are plain expressions.
     """
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for module in (activation, attention, dropout, norm, softmax, _attention_cpu, _native, _registry):
+    for module in (
+        activation,
+        attention,
+        dropout,
+        norm,
+        softmax,
+        _attention_blocks,
+        _attention_cpu,
+        _native,
+        _registry,
+    ):
         for scope in (module, *(value for value in vars(module).values() if isinstance(value, type))):
             for value in vars(scope).values():
                 function = value.__func__ if isinstance(value, staticmethod) else value
