@@ -13,6 +13,7 @@ import pyckpt
 import pyckpt.functional as F
 from pyckpt import recompute
 from pyckpt.memory import allocated_bytes, saved_bytes
+from pyckpt.ops import _attention_blocks
 from tests import _attention as attention
 from tests._attention import FEATURES
 
@@ -90,6 +91,37 @@ def test_same_inputs_same_bits(name, dtype, backend):
     for other in others:
         for a, b in zip(results[0 if backend == "cpu" else 1], other, strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_chunks_side_by_side(name, native, monkeypatch):
+    """Many chunks on several threads give the bits of one thread, gradients of shared biases too; in inference mode as well."""
+    monkeypatch.setattr(_attention_blocks, "SCORES", 512)
+    monkeypatch.setattr(_attention_blocks, "SIDE_BY_SIDE", 0)
+    tensors = attention.make((3, 4, 2, 33, 31, 16, 16), torch.float32)
+    feature = FEATURES[name](*tensors[:2])
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            results.append(attention.ours(*tensors, feature))
+            with torch.inference_mode():
+                torch.manual_seed(attention.SEED)
+                out = F.attention(*tensors[:3], feature.mask, enable_gqa=True, **feature.options)
+            assert torch.equal(out, results[-1][0])
+    finally:
+        torch.set_num_threads(threads)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_error_on_a_thread_is_raised(native):
+    def fail():
+        raise KeyError("from a thread")
+
+    with pytest.raises(KeyError, match="from a thread"):
+        native.in_parallel(fail, 3)
 
 
 def test_inputs_and_gradients_are_left_alone(backend):

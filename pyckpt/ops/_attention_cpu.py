@@ -1,11 +1,12 @@
 """Attention on the CPU, block by block: matrix products by torch, everything between them by csrc/cpu/attention.cpp.
 
-A block is some rows of queries of some heads against all keys that they see, in a buffer used again for every block; with the gradients of the scores there are two of them in backward. Keys outside a causal limit, a window or a packed
-sequence are left out of the products by blocks of rows.
+A block is some rows of queries of some heads against all keys that they see, in a buffer used again for every block; with the
+gradients of the scores there are two of them in backward. Keys outside a causal limit, a window or a packed sequence are left out
+of the products by blocks of rows.
 
 Per score, forward does 2 (width + v width) operations in two products and one exponential; backward 6 width + 4 v width in five
-products, and the exponential again: 256 and 640 for width 64. A pass in C++ moves 2 scores per
-score forward and 4 backward, in the cache; memory sees q, k, v, the output and their gradients.
+products, and the exponential again: 256 and 640 operations for width 64. A pass in C++ reads and writes each score once forward,
+and each score and its gradient once backward, in the cache; memory sees q, k, v, the output and their gradients.
 """
 
 from __future__ import annotations
