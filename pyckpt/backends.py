@@ -74,7 +74,8 @@ _local = _Local()
 
 # On CUDA tensors, for ops that were measured: the faster backend, and the results file that says so. All others: Triton. On ROCm
 # there is only Triton.
-ON_CUDA: dict[str, tuple[str, str]] = {}
+# Attention has no kernels there yet: plain PyTorch serves it.
+ON_CUDA: dict[str, tuple[str, str]] = {"attention": ("reference", "")}
 
 
 def register(
@@ -133,7 +134,7 @@ def select(device_type: str, op: str = "") -> str:
 def _of_several(device_type: str, op: str) -> str:
     if device_type != "cuda":
         return "reference"
-    names = ["triton"] if torch.version.hip else [ON_CUDA.get(op, ("triton",))[0], "triton", "cuda"]
+    names = [ON_CUDA.get(op, ("triton",))[0], "triton", "cuda"]
     return next((name for name in names if _backends[name].available), "reference")
 
 

@@ -9,9 +9,21 @@ from types import FunctionType
 from torch._C._dynamo import eval_frame
 
 from .. import backends
-from . import _cuda, _native, _registry, _triton, activation, dropout, norm, softmax
+from . import (
+    _attention_blocks,
+    _attention_cpu,
+    _cuda,
+    _native,
+    _registry,
+    _triton,
+    activation,
+    attention,
+    dropout,
+    norm,
+    softmax,
+)
 
-__all__ = ["activation", "dropout", "norm", "softmax"]
+__all__ = ["activation", "attention", "dropout", "norm", "softmax"]
 
 
 def _keep_dynamo_out() -> None:
@@ -20,7 +32,19 @@ def _keep_dynamo_out() -> None:
     This does not keep the public functions from being inlined into a compiled graph, where they are plain expressions.
     """
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for module in (activation, dropout, norm, softmax, _cuda, _native, _registry, _triton):
+    for module in (
+        activation,
+        attention,
+        dropout,
+        norm,
+        softmax,
+        _attention_blocks,
+        _attention_cpu,
+        _cuda,
+        _native,
+        _registry,
+        _triton,
+    ):
         for scope in (module, *(value for value in vars(module).values() if isinstance(value, type))):
             for value in vars(scope).values():
                 function = value.__func__ if isinstance(value, staticmethod) else value
