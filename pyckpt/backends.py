@@ -134,7 +134,7 @@ def select(device_type: str, op: str = "") -> str:
 def _of_several(device_type: str, op: str) -> str:
     if device_type != "cuda":
         return "reference"
-    names = [ON_CUDA.get(op, ("triton",))[0], "triton", "cuda"]
+    names = [ON_CUDA.get(op, ("triton",))[0], "triton", *(() if torch.version.hip else ("cuda",))]
     return next((name for name in names if _backends[name].available), "reference")
 
 
