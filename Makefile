@@ -1,5 +1,5 @@
-# make bench | test | coverage | lint | sanitize | simt | cuda: each sets up what it needs in .venv, then runs. Stamps in .venv/stamps keep
-# a second run from setting up again; a changed C++ source is rebuilt.
+# make bench | test | coverage | lint | sanitize | simt | cuda | audit | triton-oldest: each sets up what it needs in .venv, then
+# runs. Stamps in .venv/stamps keep a second run from setting up again; a changed C++ source is rebuilt.
 #
 # Needs python3 (3.10 or newer) with venv and headers, a C++ compiler (GCC 11 or Clang 14, or newer) and make. On Debian and
 # Ubuntu: apt install python3-venv python3-dev g++ make
@@ -22,7 +22,7 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SANITIZED := build/sanitize
 
-.PHONY: help bench test coverage lint sanitize simt cuda clean FORCE
+.PHONY: help bench test coverage lint sanitize simt cuda audit triton-oldest clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -51,7 +51,7 @@ lint: $(STAMPS)/dev
 # runtime has to be loaded before Python; leaks are not looked for, since the interpreter has its own. Needs GCC.
 SANITIZED_TESTS ?= $(patsubst %,tests/test_%.py,accuracy invariants dropout property)
 sanitize: $(STAMPS)/test
-	PYCKPT_SANITIZE=address,undefined $(BIN)/python setup.py --quiet build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
+	PYCKPT_CUDA=off PYCKPT_SANITIZE=address,undefined $(BIN)/python setup.py --quiet build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
 	@export LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(CURDIR)/$(SANITIZED)/lib:$(CURDIR); \
 	$(BIN)/python -c 'import sys; sys.path.pop(0); import pyckpt; print("under test:", pyckpt.backends.native.__file__)' \
@@ -71,6 +71,21 @@ cuda: $(STAMPS)/tools
 	PYCKPT_CUDA=on PYCKPT_CUDA_ARCHS='$(or $(PYCKPT_CUDA_ARCHS),90)' $(BIN)/python setup.py --quiet build \
 	    --build-base $(CUDA_BUILD) --build-lib $(CUDA_BUILD)/lib
 	cd $(CUDA_BUILD)/lib && $(abspath $(BIN)/python) -m pyckpt doctor | grep -A 1 '^CUDA kernels' | grep nvcc
+
+# The Triton kernels, and csrc/cuda where there is an nvcc, compiled without a GPU, and what came out: docs/audit*.md;
+# ARGS='--quick' for a part.
+audit: $(STAMPS)/test
+	$(BIN)/python -m bench.audit $(ARGS)
+
+# The same with the oldest Triton that is supported, and its interpreter, which needs an older numpy too.
+OLD_TRITON := build/triton-oldest
+triton-oldest: $(STAMPS)/test
+	rm -rf $(OLD_TRITON)
+	$(PIP) --target $(OLD_TRITON) --no-deps triton==3.6.0 'numpy<2.4'
+	PYTHONPATH=$(CURDIR)/$(OLD_TRITON):$(CURDIR) $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal \
+	    -p tests._backend_report --require-backend triton_interpreted -m 'not slow' -k triton_interpreted \
+	    tests/test_accuracy.py tests/test_invariants.py tests/test_dropout.py $(ARGS)
+	PYTHONPATH=$(CURDIR)/$(OLD_TRITON):$(CURDIR) $(BIN)/python -m bench.audit --quick
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info pyckpt/_C*.so pyckpt/_no_compiler.txt

@@ -189,6 +189,68 @@ def _softmax_mask_dropout(x: Tensor) -> Case:
     return Case([x], eager, fused, None, 2 * size + keep.numel(), 5 * size + 2 * keep.numel(), with_mask)
 
 
+SEQUENCE, HEAD = 512, 64
+
+
+def _heads(x: Tensor) -> list[Tensor]:
+    """q, k and v of x's size, (batch, heads, queries, width): sequences of 512 and heads of 64 where those divide."""
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+    length = SEQUENCE if rows % SEQUENCE == 0 else rows
+    width = HEAD if columns % HEAD == 0 else columns
+    shape = (rows // length, columns // width, length, width)
+    return [torch.randn(shape, device=x.device).to(x.dtype).requires_grad_() for _ in range(3)]
+
+
+def _attention_case(
+    inputs: Sequence[Tensor],
+    eager: Callable[..., Tensor],
+    fused: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    bias_bytes: int = 0,
+) -> Case:
+    # Forward reads q, k, v and writes the output; backward reads these and the gradient, and writes three.
+    size = inputs[0].numel() * inputs[0].element_size()
+    return Case(inputs, eager, fused, reference, 4 * size + bias_bytes, 12 * size + 3 * bias_bytes)
+
+
+def _attention(is_causal: bool) -> Callable[[Tensor], Case]:
+    """Eager is scaled_dot_product_attention. Errors are bounded by those of the composition, whose roundings pyckpt shares: the
+    scores' in 16 bits is one that torch's flash kernel does not have."""
+
+    def build(x: Tensor) -> Case:
+        def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            scores = q @ k.mT * q.shape[-1] ** -0.5
+            if is_causal:
+                hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+                scores = scores.masked_fill(hidden, -torch.inf)
+            return F.softmax(scores, dim=-1) @ v
+
+        def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+        def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return PF.attention(q, k, v, is_causal=is_causal)
+
+        return _attention_case(_heads(x), eager, fused, reference)
+
+    return build
+
+
+def _attention_bias(x: Tensor) -> Case:
+    """A bias of all heads and places, with gradient, and a softcap; eager is the composition that users have to write."""
+    q, k, v = _heads(x)
+    bias = torch.randn(q.shape[1], q.shape[2], k.shape[2], device=x.device).to(x.dtype).requires_grad_()
+    cap, scale = 20.0, q.shape[-1] ** -0.5
+
+    def eager(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return F.softmax(torch.tanh(q @ k.mT * (scale / cap)) * cap + bias, dim=-1) @ v
+
+    def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return PF.attention(q, k, v, bias, softcap=cap)
+
+    return _attention_case([q, k, v, bias], eager, fused, eager, bias.numel() * bias.element_size())
+
+
 @dataclass(frozen=True)
 class Subject:
     """A row of the table: how to build the case from its input, and whether that input is attention
@@ -214,5 +276,8 @@ SUBJECTS: dict[str, Subject] = {
     "dropout": Subject(_dropout),
     "softmax": Subject(_softmax),
     "softmax_causal": Subject(_softmax_causal, scores=True),
+    "attention": Subject(_attention(False)),
+    "attention_causal": Subject(_attention(True)),
+    "attention_bias": Subject(_attention_bias),
     "softmax_mask_dropout": Subject(_softmax_mask_dropout, scores=True),
 }

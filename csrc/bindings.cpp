@@ -1,6 +1,11 @@
 // The pybind11 module pyckpt._C: the CPU launchers of the best instruction set, and what was built.
 #include "bindings.h"
 
+#include <array>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -124,6 +129,77 @@ void describe_cuda(py::dict& info) {
 #endif
 }
 
+// geometry: heads, rows, columns, first head, row and key, heads per batch entry, queries, keys, low, high, ALiBi's origin, the
+// mask's four strides, the slopes' two. addresses: of mask, slopes and seed. numbers: scale, softcap, dropout_p.
+AttentionBlock attention_block(int dtype, int mask_dtype, int mask_kind, const std::array<int64_t, 18>& geometry,
+                               const std::array<Address, 3>& addresses, const std::array<double, 3>& numbers) {
+  const auto& g = geometry;
+  return {dtype,
+          mask_dtype,
+          g[0],
+          g[1],
+          g[2],
+          g[3],
+          g[4],
+          g[5],
+          g[6],
+          g[7],
+          g[8],
+          g[9],
+          g[10],
+          numbers[0],
+          numbers[1],
+          mask_kind,
+          pointer(addresses[0]),
+          g.data() + 12,
+          pointer(addresses[1]),
+          g.data() + 16,
+          g[11],
+          numbers[2],
+          pointer<int64_t>(addresses[2])};
+}
+
+void attention_forward(int dtype, int mask_dtype, int mask_kind, const std::array<int64_t, 18>& geometry,
+                       const std::array<Address, 3>& addresses, const std::array<double, 3>& numbers, Address scores,
+                       Address logsumexp, int threads) {
+  active->kernels->attention_forward(attention_block(dtype, mask_dtype, mask_kind, geometry, addresses, numbers), pointer(scores),
+                                     pointer(logsumexp), threads);
+}
+
+void attention_backward(int dtype, int mask_dtype, int mask_kind, const std::array<int64_t, 18>& geometry,
+                        const std::array<Address, 3>& addresses, const std::array<double, 3>& numbers, Address scores,
+                        Address gradients, Address dbias, int threads) {
+  active->kernels->attention_backward(attention_block(dtype, mask_dtype, mask_kind, geometry, addresses, numbers),
+                                      pointer(scores), pointer(gradients), pointer(dbias), threads);
+}
+
+// body() once on each of `threads` threads of torch's OpenMP pool, whose own parallel regions inside are serial; the first error
+// is raised when all have ended. Without an OpenMP runtime, once on the calling thread.
+void in_parallel(const py::function& body, int threads) {
+  if (!GOMP_parallel || threads < 2) {
+    body();
+    return;
+  }
+  struct Region {
+    const py::function& body;
+    std::exception_ptr error;
+    static void run(void* data) {
+      Region& region = *static_cast<Region*>(data);
+      const py::gil_scoped_acquire gil;
+      try {
+        region.body();
+      } catch (...) {
+        if (!region.error) region.error = std::current_exception();
+      }
+    }
+  } region{body, nullptr};
+  {
+    const py::gil_scoped_release release;
+    GOMP_parallel(&Region::run, &region, unsigned(threads), 0);
+  }
+  if (region.error) std::rethrow_exception(region.error);
+}
+
 py::dict build_info() {
   py::dict info;
   info["version"] = PYCKPT_VERSION;
@@ -153,4 +229,8 @@ PYBIND11_MODULE(_C, m) {
   py::module_ cuda = m.def_submodule("cuda", "The same on tensors of a GPU; (device's index, stream) is the last argument.");
   bind_cuda(cuda);
 #endif
+  using Release = py::call_guard<py::gil_scoped_release>;
+  m.def("attention_forward", &attention_forward, Release());
+  m.def("attention_backward", &attention_backward, Release());
+  m.def("in_parallel", &in_parallel);
 }

@@ -55,7 +55,7 @@ def verify_swap(
                 after = _twin(before, lambda tensor: tensor)
                 vars(after).update(target.attributes)
                 after.__class__ = target.cls
-                runs += [_run(vars(m)[name] if name else m.forward, example) for m in (before, after)]
+                runs += [_run(_function(m, name), example) for m in (before, after)]
     except Exception as error:
         raise ConversionError(
             f"{what} could not be verified: {type(error).__name__}: {error}. The model is unchanged. "
@@ -82,6 +82,22 @@ def verify_swap(
             )
 
 
+def _function(module: nn.Module, name: str) -> Callable[[Tensor], Tensor]:
+    """What is compared: the attribute `name`, or the forward as a function of one tensor."""
+    if name:
+        return vars(module)[name]
+    if not isinstance(module, nn.MultiheadAttention):
+        return module.forward
+
+    def attend(x: Tensor) -> Tensor:
+        key, value = (
+            torch.cat([x] * (1 + n // x.shape[-1]), -1)[..., :n] for n in (module.kdim, module.vdim)
+        )
+        return module.forward(x, key, value, need_weights=False)[0]
+
+    return attend
+
+
 def _example_shape(module: nn.Module, target: Target) -> tuple[int, ...]:
     recipe = target.attributes.get("_pyckpt_norm")
     if recipe is not None:
@@ -89,6 +105,8 @@ def _example_shape(module: nn.Module, target: Target) -> tuple[int, ...]:
         return (4, *size, *(2,) * ((recipe.rank or 4) - 2)) if recipe.channels_first else (4, *size)
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return (4, *module.normalized_shape)
+    if isinstance(module, nn.MultiheadAttention):
+        return (4, 3, module.embed_dim)
     if isinstance(module, nn.Softmax) and module.dim is not None:
         return (3,) * max(2, module.dim + 1, -module.dim)
     return (4, 33)
@@ -102,6 +120,8 @@ def _twin(module: nn.Module, values: Callable[[Tensor], Tensor]) -> nn.Module:
     }
     for group in ("_parameters", "_buffers"):
         state[group] = {name: None if t is None else values(t) for name, t in state[group].items()}
+    if isinstance(module, nn.MultiheadAttention):  # the one that computes with a submodule's parameters
+        state["_modules"] = {name: _twin(child, values) for name, child in module._modules.items() if child}
     vars(twin).update(state, training=False)
     return twin
 

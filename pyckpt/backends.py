@@ -74,7 +74,8 @@ _local = _Local()
 
 # On CUDA tensors, for ops that were measured: the faster backend, and the results file that says so. All others: Triton. On ROCm
 # there is only Triton.
-ON_CUDA: dict[str, tuple[str, str]] = {}
+# Attention has no kernels there yet: plain PyTorch serves it.
+ON_CUDA: dict[str, tuple[str, str]] = {"attention": ("reference", "")}
 
 
 def register(
@@ -133,7 +134,7 @@ def select(device_type: str, op: str = "") -> str:
 def _of_several(device_type: str, op: str) -> str:
     if device_type != "cuda":
         return "reference"
-    names = ["triton"] if torch.version.hip else [ON_CUDA.get(op, ("triton",))[0], "triton", "cuda"]
+    names = [ON_CUDA.get(op, ("triton",))[0], "triton", *(() if torch.version.hip else ("cuda",))]
     return next((name for name in names if _backends[name].available), "reference")
 
 
@@ -227,6 +228,8 @@ def _why_no_cuda() -> str:
         return f"built without CUDA: {info['no_cuda']}"
     if not torch.cuda.is_available():
         return f"no GPU that torch {torch.__version__} can use (torch.cuda.is_available() is False)"
+    if torch.version.hip:
+        return "this torch is built for ROCm"
     bindings: Any = torch._C  # whose stubs of CPU builds know nothing of it
     driver = bindings._cuda_getDriverVersion() // 1000
     if driver < int(built["compiler"].partition(".")[0]):
@@ -237,6 +240,8 @@ def _why_no_cuda() -> str:
     capability = torch.cuda.get_device_capability()
     if not covers(built["archs"], built["ptx"], capability):
         number = "{}{}".format(*capability)
+        if capability < (8, 0):
+            return f"this GPU is sm_{number}; the CUDA kernels need compute capability 8.0 or newer"
         return f"this GPU is sm_{number}; built for {built_for(built)}; set PYCKPT_CUDA_ARCHS={number} and reinstall pyckpt"
     return ""
 

@@ -8,6 +8,7 @@ handles that refer to them. The model itself gets two forward hooks, which are t
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 import sys
 import types
@@ -95,6 +96,8 @@ def convert(model: ModuleT, *, recompute: bool | str | Policy = True, verify: bo
             verify_swap(_name(path), module, target, place)
     for _, module, target in swaps:
         _swap(module, target)
+    if hugging_face := _hugging_face():
+        hugging_face.convert_attention(root)
     scripted = isinstance(root, torch.jit.ScriptModule)
     if recompute and root is model and not scripted and next(root.children(), None) is not None:
         install(root, "pointwise" if recompute is True else recompute)
@@ -117,6 +120,8 @@ def revert(model: ModuleT) -> ModuleT:
     """
     _require_module("revert", model)
     uninstall(_unwrap(model))
+    if hugging_face := _hugging_face():
+        hugging_face.revert_attention(_unwrap(model))
     for path, module in _unwrap(model).named_modules():
         if _MARK not in vars(module):
             continue
@@ -154,6 +159,9 @@ def report(model: nn.Module) -> Report:
             for name, function in _plain_functions(module):
                 reason = f"{function}: a function, not a module; only torch's Transformer layers' is swapped"
                 result.left[_join(path, name)] = reason
+    if hugging_face := _hugging_face():
+        for path, before in hugging_face.converted_attention(_unwrap(model)).items():
+            result.swapped[_join(path, "config.attn_implementation")] = f"{before} -> pyckpt"
     return result
 
 
@@ -250,6 +258,16 @@ def _require_module(function: str, model: object) -> None:
     else:
         got, remedy = f"an object of type {type(model).__name__}", "pass the model itself"
     raise TypeError(f"pyckpt.{function}: expected a torch.nn.Module, got {got}; {remedy}.")
+
+
+def _hugging_face() -> Any:
+    """The integration with transformers, where that is loaded: else no model can be one of its."""
+    if "transformers" not in sys.modules:
+        return None
+    try:
+        return importlib.import_module("pyckpt.integrations.transformers")
+    except ImportError:  # a version without attention interfaces
+        return None
 
 
 def _unwrap(model: nn.Module) -> nn.Module:

@@ -31,7 +31,13 @@ SEED = 2026
 FLOAT64_ULPS = 16
 
 #: Where each op has been run so far, by backend. What is missing has no kernel, or none that was ever run.
-RUN_ON: dict[str, dict[str, str]] = {name: {"cpu": "x86-64 hardware"} for name in F.__all__}
+RUN_ON: dict[str, dict[str, str]] = {
+    name: {
+        "cpu": "x86-64 hardware",
+        "triton": "no GPU yet: Triton's interpreter only, and compiled for sm_80, sm_90, sm_100, gfx942, gfx950",
+    }
+    for name in F.__all__
+}
 
 _PACKAGES = ("pyckpt", "torch", "numpy", "triton", "transformers")
 _VARIABLES = re.compile(
@@ -62,6 +68,12 @@ def _keep(x: Tensor) -> Tensor:
     return keep
 
 
+def _attention(x: Tensor, **options: Any) -> Tensor:
+    """Of 6 heads with one key head for every two; keys and values are the same numbers in another order."""
+    keys, values = x[1::2].flip(1), x[::2].flip(2)
+    return F.attention(x, keys, values, scale=0.02, enable_gqa=True, **options)
+
+
 CASES = (
     Case("gelu", F.gelu),
     Case("gelu, tanh", lambda x: F.gelu(x, approximate="tanh")),
@@ -76,6 +88,10 @@ CASES = (
     Case("softmax, causal", lambda x: F.softmax(x, scale=0.7, mask=_mask(x), is_causal=True)),
     Case("softmax, boolean", lambda x: F.softmax(x, scale=0.7, mask=_keep(x))),
     Case("softmax, dropout", lambda x: F.softmax(x, scale=0.7, dropout_p=0.3)),
+    Case("attention", lambda x: _attention(x)),
+    Case("attention, causal", lambda x: _attention(x, is_causal=True, window=(20, None), softcap=5.0)),
+    Case("attention, bias", lambda x: _attention(x, attn_mask=_mask(x[..., :37]))),
+    Case("attention, boolean", lambda x: _attention(x, attn_mask=_keep(x[..., :37]), dropout_p=0.3)),
 )
 
 
@@ -106,9 +122,11 @@ def _run(case: Case, backend: str, tensors: Sequence[Tensor], grad: Tensor) -> t
     with backends.use(backend):
         y = case.call(*leaves)
         node: Any = y.grad_fn
+        while not hasattr(node, "saved_tensors"):  # views
+            node = node.next_functions[0][0]
         saved = node.saved_tensors or leaves[:1]
-        keeps_output = saved[0].data_ptr() == y.data_ptr()
-        again = saved[0] if keeps_output else type(node)._forward_cls.recompute(node, *saved).detach()
+        kept = next((t for t in saved if t is not None and t.data_ptr() == y.data_ptr()), None)
+        again = type(node)._forward_cls.recompute(node, *saved).detach() if kept is None else kept.view_as(y)
     return [y.detach(), *torch.autograd.grad(y, leaves, grad)], again
 
 
@@ -287,11 +305,7 @@ def _cuda_kernels() -> dict[str, str]:
     for i in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(i)
         covered = backends.covers(built["archs"], built["ptx"], capability)
-        number = "{}{}".format(*capability)
-        verdict = (
-            "covered" if covered else f"not covered: set PYCKPT_CUDA_ARCHS={number} and reinstall pyckpt"
-        )
-        found[f"GPU {i}"] = f"sm_{number}, {verdict}"
+        found[f"GPU {i}"] = "sm_{}{}, {}covered".format(*capability, "" if covered else "not ")
     return found
 
 

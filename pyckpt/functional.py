@@ -8,11 +8,12 @@ from typing import Any
 import torch.nn.functional as _torch_functional
 
 from .ops.activation import gelu, relu, silu
+from .ops.attention import attention
 from .ops.dropout import dropout
 from .ops.norm import layer_norm, rms_norm
 from .ops.softmax import softmax
 
-__all__ = ["dropout", "gelu", "layer_norm", "relu", "rms_norm", "silu", "softmax"]
+__all__ = ["attention", "dropout", "gelu", "layer_norm", "relu", "rms_norm", "silu", "softmax"]
 
 
 def __getattr__(name: str) -> Any:

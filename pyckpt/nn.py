@@ -14,14 +14,28 @@ from torch import Tensor
 
 from . import functional
 from . import functional as F
+from ._multihead import MultiheadAttention
 
-_OURS = ["GELU", "Dropout", "LayerNorm", "RMSNorm", "ReLU", "SiLU", "Softmax", "functional"]
+_OURS = [
+    "GELU",
+    "Dropout",
+    "LayerNorm",
+    "MultiheadAttention",
+    "RMSNorm",
+    "ReLU",
+    "SiLU",
+    "Softmax",
+    "functional",
+]
 __all__ = sorted({*_OURS, *(name for name in dir(_torch_nn) if not name.startswith("_"))})
 
 # For `import pyckpt.nn.functional as F` and the like, as with torch.nn.
 sys.modules[f"{__name__}.functional"] = functional
 for _name in ("init", "modules", "parallel", "parameter", "utils"):
     sys.modules[f"{__name__}.{_name}"] = getattr(_torch_nn, _name)
+
+
+MultiheadAttention.__module__ = __name__  # where pickles look for it
 
 
 class GELU(_torch_nn.GELU):

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ._records import unpack
 from .ops.activation import ActivationFunction
+from .ops.attention import AttentionFunction
 from .ops.dropout import DropoutFunction
 from .ops.norm import NormFunction
 from .ops.softmax import SoftmaxFunction
@@ -204,3 +205,14 @@ _register_ours(ActivationFunction, 20, pointwise=True, only_if=lambda node: not 
 _register_ours(NormFunction, 4, only_if=lambda node: node._raw_saved_tensors)
 _register_ours(SoftmaxFunction, 20, only_if=lambda node: node.options.seed is not None)
 _register_ours(DropoutFunction, 30, pointwise=True, inputs=(0,))
+
+
+def _kept_output(node: Any, output: Output, edge: Edge) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """Of a node that keeps its output itself: that, so that what saves the output or a copy of it keeps nothing."""
+    if output.number:
+        raise Unavailable("only the first output can be rebuilt")
+    kept = node._raw_saved_tensors[AttentionFunction.OUTPUT]
+    return partial(AttentionFunction.recompute, node), (_record(kept),)
+
+
+_FUNCTIONS[AttentionFunction] = Rule("AttentionFunction", _kept_output, lambda node, operands: 0)

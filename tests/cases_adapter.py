@@ -28,3 +28,7 @@ class Adapter:
     @staticmethod
     def softmax(x, dim=-1, mask=None, scale=1.0):
         return F.softmax(x, dim, mask=mask, scale=scale)
+
+    @staticmethod
+    def attention(q, k, v, **kwargs):
+        return F.attention(q, k, v, **kwargs)

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from pyckpt import _checks, backends, engine
-from tests import simt
+from tests import _interpreter, simt
 
-BACKENDS = ["reference", "cpu", "cuda", "triton", "cuda_emulated"]
+BACKENDS = ["reference", "cpu", "cuda", "triton", "cuda_emulated", "triton_interpreted"]
 ISAS = ["x86-64-v2", "x86-64-v3", "x86-64-v4"] if platform.machine() in ("x86_64", "AMD64") else ["baseline"]
+
+_interpreter.register()
 
 
 @pytest.fixture(autouse=True)

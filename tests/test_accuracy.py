@@ -14,7 +14,10 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 @every_dtype
 @every_case
 def test_accuracy(case, dtype, kind, backend):
-    compare(case, lambda: INPUTS[kind]((3, 7, 24)), dtype, what=kind)
+    # The interpreter's time goes by calls, not by elements; in float64, where eager is as good, much depends on the draws.
+    fewer = backend == "triton_interpreted" and dtype != torch.float64
+    shape, draws = ((6, 7, 24), 5) if fewer else ((3, 7, 24), 10)
+    compare(case, lambda: INPUTS[kind](shape), dtype, draws, what=kind)
 
 
 @every_dtype
@@ -36,7 +39,7 @@ def test_sizes(case, shape, backend):
     if case.causal:
         shape = shape if len(shape) > 1 else (1, *shape)
     # Small ones need many draws: in a single one eager's largest error is a matter of luck.
-    draws = max(3, min(20, 20_000 // torch.Size(shape).numel()))
+    draws = max(3, min(8 if backend == "triton_interpreted" else 20, 20_000 // torch.Size(shape).numel()))
     compare(case, lambda: torch.randn(shape, dtype=torch.float64), torch.float32, draws, what=str(shape))
 
 

@@ -76,8 +76,11 @@ def test_why_cuda_is_unavailable(monkeypatch):
     assert "no GPU that torch" in cuda_of(monkeypatch, cuda=built)
     assert cuda_of(monkeypatch, cuda=built, gpu=(9, 0)) == ""
     assert cuda_of(monkeypatch, cuda=built, gpu=(12, 0)) == ""
+    assert cuda_of(monkeypatch, cuda=built | {"ptx": []}, gpu=(12, 0)) == (
+        "this GPU is sm_120; built for sm_80, sm_90; set PYCKPT_CUDA_ARCHS=120 and reinstall pyckpt"
+    )
     assert cuda_of(monkeypatch, cuda=built, gpu=(7, 5)) == (
-        "this GPU is sm_75; built for sm_80, sm_90, PTX of compute_90; set PYCKPT_CUDA_ARCHS=75 and reinstall pyckpt"
+        "this GPU is sm_75; the CUDA kernels need compute capability 8.0 or newer"
     )
     assert "the driver is too old (it supports CUDA 12)" in cuda_of(
         monkeypatch, cuda=built, gpu=(9, 0), driver=12080

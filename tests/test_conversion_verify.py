@@ -133,7 +133,7 @@ def test_report_tells_the_present_state():
     after = pyckpt.report(pyckpt.convert(model))
     assert {path[9:] for path in after.swapped if path.startswith("blocks.0.")} == SWAPPED_IN_BLOCK
     assert after.swapped["blocks.2.act"] == "nn.GELU -> pyckpt.nn.GELU"
-    assert set(after.swapped) == fused_paths(model) - {"own"} | {"layer.activation"}
+    assert set(after.swapped) == fused_paths(model) - {"own"} | {"layer.activation", "layer.self_attn"}
     assert after.swapped["layer.activation"] == "torch.nn.functional.gelu -> pyckpt.functional.gelu"
     assert set(after.left) == {*(f"blocks.{i}.tanh" for i in range(3)), "odd", "batch", "holds.function"}
     assert after.left["batch"] == "no fused counterpart of nn.BatchNorm1d"

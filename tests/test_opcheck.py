@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pyckpt import backends
-from pyckpt.ops import activation, dropout, norm, softmax
+from pyckpt.ops import activation, attention, dropout, norm, softmax
 from pyckpt.ops._registry import Op
 from tests import _isolated
 
@@ -102,7 +102,42 @@ def _arguments(**make):
                         lambda f=scores, **k: (_float(**k), *f(**k), rows(k["dtype"]), 0.7)
                     )
     cases["softmax_bwd"] = [lambda m=m, **k: (_float(**k), _float(**k), m, 0.7) for m in (False, True)]
+    _attention_arguments(cases)
     return cases
+
+
+def _attention_arguments(cases):
+    def bounds(*ends):
+        return torch.tensor([0, *ends], dtype=torch.int32)
+
+    def slopes(dtype):
+        return torch.rand(1, 4, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+
+    variants = [
+        lambda d: (None, None, None, None, None, 0.4, None, None, False, 0.0, 0.0),
+        lambda d: (torch.rand(3, 1, 5, 6) > 0.3, None, None, None, _seed(), 0.4, None, 0, True, 0.0, 0.3),
+        lambda d: (torch.randn(1, 4, 1, 6).to(d), slopes(d), None, None, None, 0.4, 2, 1, False, 3.0, 0.0),
+        lambda d: (None, None, bounds(2, 5), bounds(3, 6), None, 0.4, None, 0, False, 0.0, 0.0),
+    ]
+    for rest in variants:
+
+        def forward(rest=rest, **k):
+            q, key, value = (_float((3, h, n, C), **k) for h, n in ((4, 5), (2, 6), (2, 6)))
+            mask, *others = rest(k["dtype"])
+            if mask is not None and mask.is_floating_point():
+                mask.requires_grad_(k["grad"])
+            return q, key, value, mask, *others
+
+        def backward(f=forward, wanted=(True, True, True, True), **k):
+            arguments = f(**k)
+            detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+            out, logsumexp = torch.ops.pyckpt.attention_fwd(*detached)
+            grad = _float((3, 4, 5, C), **k)
+            return grad, *arguments, out, logsumexp, [*wanted[:3], wanted[3] and arguments[3] is not None]
+
+        cases.setdefault("attention_fwd", []).append(forward)
+        for wanted in ((True, True, True, True), (True, False, False, False)):
+            cases.setdefault("attention_bwd", []).append(lambda f=backward, w=wanted, **k: f(wanted=w, **k))
 
 
 CASES = _arguments()
@@ -125,7 +160,7 @@ def _check(name, arguments, utils=("test_schema", "test_autograd_registration", 
 def test_every_operator_is_covered():
     ops = {
         op.name
-        for module in (activation, dropout, norm, softmax)
+        for module in (activation, attention, dropout, norm, softmax)
         for op in vars(module).values()
         if isinstance(op, Op)
     }

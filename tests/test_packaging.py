@@ -41,10 +41,18 @@ print([str(w.message) for w in caught if w.category is RuntimeWarning])
 
 
 def run(command, *, cwd, ok=True, **environment):
-    """Runs a command in a process that finds this environment's tools, but not the checkout."""
+    """Runs a command in a process that finds this environment's tools, but not the checkout.
+
+    Without CUDA unless that is asked for: to compile its kernels takes minutes, and is a step of CI's own (make cuda).
+    """
     scripts = str(Path(sys.executable).parent)
     inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "CXX", "PYCKPT_SANITIZE")}
-    environment = {**inherited, "PATH": scripts + os.pathsep + os.environ["PATH"], **environment}
+    environment = {
+        **inherited,
+        "PYCKPT_CUDA": "off",
+        "PATH": scripts + os.pathsep + os.environ["PATH"],
+        **environment,
+    }
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900)
     assert (done.returncode == 0) == ok, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -141,6 +149,29 @@ def test_a_compile_error_fails_the_install(checkout, tmp_path):
     output = pip("wheel", "--wheel-dir", "wheels", str(checkout), cwd=tmp_path, ok=False)
     assert re.search(r"math\.h:1:2: error:.*planted failure", output)
     assert not list(tmp_path.glob("wheels/*.whl"))
+
+
+@builds
+@in_checkout
+@pytest.mark.slow
+def test_cuda_is_built_or_refused_as_asked(checkout, tmp_path):
+    """csrc/cuda.cmake (test_cuda_build.py) as an install reaches it: by the environment, and loudly."""
+    nvcc = checkout / "toolkit" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\necho 'nvcc: planted failure'; exit 1\n")
+    nvcc.chmod(0o755)
+    home = {"CUDA_HOME": str(nvcc.parents[1]), "CUDACXX": ""}
+    for cuda in ("auto", ""):  # an nvcc that is there has to work
+        output = pip("wheel", "-w", "wheels", str(checkout), cwd=tmp_path, ok=False, PYCKPT_CUDA=cuda, **home)
+        assert "does not work (PYCKPT_CUDA=off builds without CUDA)" in output
+        assert "nvcc: planted failure" in output
+    output = pip("wheel", "-w", "wheels", str(checkout), cwd=tmp_path, ok=False, PYCKPT_CUDA="sometimes")
+    assert "PYCKPT_CUDA is auto, on or off, not 'sometimes'" in output
+    assert not list(tmp_path.glob("wheels/*.whl"))
+
+    pip("install", "--target", "off", str(checkout), cwd=tmp_path, PYCKPT_CUDA="off", **home)
+    code = "from pyckpt import backends; print(backends.available()['cuda'].unavailable)"
+    assert "built without CUDA: PYCKPT_CUDA=off" in python(code, cwd=tmp_path, path=tmp_path / "off")
 
 
 def test_missing_module_is_an_error(tmp_path):

@@ -1,4 +1,4 @@
-"""Random shapes, strides, dtypes and options: the CPU kernels against the reference backend."""
+"""Random shapes, strides, dtypes and options: native kernels against the reference backend."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ settings.register_profile(
 )
 settings.load_profile("suite")
 
-pytestmark = pytest.mark.skipif(backends.native is None, reason="built without native kernels")
+pytestmark = pytest.mark.parametrize("backend", ["cpu", "cuda_emulated"], indirect=True)
 
 TOLERANCE = {  # of one op, in ulps of the largest magnitude
     torch.float32: 16,
@@ -51,14 +51,14 @@ def results(backend, function, x, grad, parameters):
         return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
 
 
-def agree(function, x, seed, parameters=(), amplification=1.0):
+def agree(backend, function, x, seed, parameters=(), amplification=1.0):
     """`amplification`: how much larger than the results the terms are that cancel in them."""
     torch.manual_seed(seed)
     grad = torch.randn(x.shape, dtype=torch.float64).to(x.dtype)
     both = []
-    for backend in ("reference", "cpu"):
+    for name in ("reference", backend):
         torch.manual_seed(seed)
-        both.append(results(backend, function, x, grad, parameters))
+        both.append(results(name, function, x, grad, parameters))
     for i, (r, c) in enumerate(zip(*both, strict=True)):
         assert r.shape == c.shape and r.dtype == c.dtype
         if r.numel():
@@ -68,7 +68,7 @@ def agree(function, x, seed, parameters=(), amplification=1.0):
 
 
 @given(tensors(), st.sampled_from([case for case in CASES if not case.masked]))
-def test_ops(native_tensor, case):
+def test_ops(backend, native_tensor, case):
     x, seed = native_tensor
     torch.manual_seed(seed)
     amplification = 1.0
@@ -77,7 +77,7 @@ def test_ops(native_tensor, case):
     ):  # dx is a difference of terms of the size of rstd; over two columns they nearly cancel
         variance = x.double().var(-1, correction=0) if "layer" in case.name else x.double().square().mean(-1)
         amplification = max(1.0, (variance + 1e-5).rsqrt().max().item())
-    agree(case.call, x, seed, case.make_parameters(x.dtype, x.shape[-1]), amplification)
+    agree(backend, case.call, x, seed, case.make_parameters(x.dtype, x.shape[-1]), amplification)
 
 
 @given(
@@ -89,7 +89,7 @@ def test_ops(native_tensor, case):
     st.sampled_from([0.0, 0.0, 0.4]),
     st.floats(-3, 3),
 )
-def test_softmax_options(native_tensor, data, kind, causal, alignment, dropout_p, scale):
+def test_softmax_options(backend, native_tensor, data, kind, causal, alignment, dropout_p, scale):
     x, seed = native_tensor
     shape = [size if data.draw(st.booleans()) else 1 for size in x.shape][
         data.draw(st.integers(0, x.dim() - 1)) :
@@ -101,6 +101,7 @@ def test_softmax_options(native_tensor, data, kind, causal, alignment, dropout_p
     elif kind == "bias":
         mask = torch.randn(shape, generator=generator, dtype=torch.float64).to(x.dtype)
     agree(
+        backend,
         lambda t: F.softmax(
             t, mask=mask, scale=scale, is_causal=causal, causal_alignment=alignment, dropout_p=dropout_p
         ),
@@ -110,18 +111,17 @@ def test_softmax_options(native_tensor, data, kind, causal, alignment, dropout_p
 
 
 @given(tensors(), st.floats(0, 1))
-def test_dropout(native_tensor, p):
+def test_dropout(backend, native_tensor, p):
     x, seed = native_tensor
     torch.manual_seed(seed)
     with backends.use("reference"):
         expected = F.dropout(x, p)
     torch.manual_seed(seed)
-    with backends.use("cpu"):
-        assert torch.equal(F.dropout(x, p), expected)
+    assert torch.equal(F.dropout(x, p), expected)
 
 
 @given(tensors(), st.data())
-def test_softmax_over_any_dimension(native_tensor, data):
+def test_softmax_over_any_dimension(backend, native_tensor, data):
     x, seed = native_tensor
     dim = data.draw(st.integers(-x.dim(), x.dim() - 1))
-    agree(lambda t: F.softmax(t, dim), x, seed)
+    agree(backend, lambda t: F.softmax(t, dim), x, seed)

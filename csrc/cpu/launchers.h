@@ -15,6 +15,8 @@ std::remove_pointer_t<decltype(Kernels::norm_forward)> norm_forward;
 std::remove_pointer_t<decltype(Kernels::norm_backward)> norm_backward;
 std::remove_pointer_t<decltype(Kernels::softmax_forward)> softmax_forward;
 std::remove_pointer_t<decltype(Kernels::softmax_backward)> softmax_backward;
+std::remove_pointer_t<decltype(Kernels::attention_forward)> attention_forward;
+std::remove_pointer_t<decltype(Kernels::attention_backward)> attention_backward;
 
 }  // namespace PYCKPT_ISA
 }  // namespace pyckpt

@@ -5,7 +5,7 @@
 // Forward moves 2 elements per element (+ the mask), backward 3. Rows are staged in float, so a row costs 4 bytes a column
 // of scratch per thread.
 #include "launchers.h"
-#include "random.h"
+#include "probability.h"
 
 namespace pyckpt {
 namespace PYCKPT_ISA {
@@ -38,7 +38,8 @@ static inline int64_t visible_columns(const SoftmaxArguments& a, int64_t query) 
   return larger(0, smaller(a.columns, query + a.causal_offset + 1));
 }
 
-// scores[i] = scale x[i] + mask[i], or -inf where masked. Returns whether the mask keeps anything, and in `top` the maximum. `staged` has room for a row of the mask.
+// scores[i] = scale x[i] + mask[i], or -inf where masked. Returns whether the mask keeps anything, and in `top` the maximum.
+// `staged` has room for a row of the mask.
 template <class F>
 static inline bool row_scores(const SoftmaxArguments& a, const F* x, int64_t mask_offset, int64_t visible, F* staged, F* scores,
                               F* top) {
@@ -73,18 +74,6 @@ static inline bool row_scores(const SoftmaxArguments& a, const F* x, int64_t mas
   }
   *top = maximum_over<F>(visible, [=](int64_t i) { return scores[i]; });
   return kept != 0;
-}
-
-// Calls body(start, count, factors) over [0, n) of a row whose first element has logical index `first`.
-template <class F, class Body>
-static inline void with_factors(const DropoutRule& rule, int64_t first, int64_t n, const Body& body) {
-  F factors[kMaskBlock];
-  const int64_t lead = first % 4;  // blocks of four do not end with the rows
-  for (int64_t start = -lead; start < n; start += kMaskBlock) {
-    dropout_factors(rule, first + start, factors);
-    const int64_t from = larger(0, start);
-    body(from, smaller(n, start + kMaskBlock) - from, factors + (from - start));
-  }
 }
 
 // p = exp(score - maximum) / sum: with maximum and sum at hand, the same bits in forward, recompute and backward.

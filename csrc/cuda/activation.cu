@@ -37,16 +37,12 @@ static void with_activation(int op, const Body& body) {
 }
 
 void activation_forward(int op, int dtype, const void* x, void* y, int64_t n, const StridedView* view, Where where) {
-  with_activation(op, [&](auto formula) {
-    map_elements<1>(dtype, x, nullptr, y, n, view, Forward<decltype(formula)>{}, where);
-  });
+  with_activation(op, [&](auto formula) { map_elements<1>(dtype, x, nullptr, y, n, view, Forward<decltype(formula)>{}, where); });
 }
 
 void activation_backward(int op, int dtype, const void* grad, const void* x, void* dx, int64_t n, const StridedView* view,
                          Where where) {
-  with_activation(op, [&](auto formula) {
-    map_elements<2>(dtype, grad, x, dx, n, view, Backward<decltype(formula)>{}, where);
-  });
+  with_activation(op, [&](auto formula) { map_elements<2>(dtype, grad, x, dx, n, view, Backward<decltype(formula)>{}, where); });
 }
 
 }  // namespace cuda

@@ -12,6 +12,11 @@ namespace cuda {
 #define PYCKPT_DEVICE static __device__ __forceinline__
 #define PYCKPT_MEMBER __device__ __forceinline__
 
+template <class T>
+struct Type {
+  using type = T;
+};
+
 // Element types: `F` is the type of the arithmetic, conversions round to nearest even.
 template <class T>
 struct Element {  // float and double
@@ -62,17 +67,38 @@ PYCKPT_DEVICE void widen(uint4 raw, typename Element<T>::F (&values)[kVector<T>]
 #pragma unroll
   for (int i = 0; i < kVector<T>; ++i) values[i] = Element<T>::widen(v.element[i]);
 }
+// Made word by word: of a store of the union the compiler may make one for each element.
+PYCKPT_DEVICE uint4 packed(const float (&x)[4], Type<float>) {
+  return make_uint4(to_bits(x[0]), to_bits(x[1]), to_bits(x[2]), to_bits(x[3]));
+}
+PYCKPT_DEVICE uint32_t pair_of(float low, float high, Type<__nv_bfloat16>) {
+  union {
+    __nv_bfloat162 pair;
+    uint32_t word;
+  } both;
+  both.pair = __floats2bfloat162_rn(low, high);
+  return both.word;
+}
+PYCKPT_DEVICE uint32_t pair_of(float low, float high, Type<__half>) {
+  union {
+    __half2 pair;
+    uint32_t word;
+  } both;
+  both.pair = __floats2half2_rn(low, high);
+  return both.word;
+}
+template <class T>
+PYCKPT_DEVICE uint4 packed(const float (&x)[8], T type) {
+  return make_uint4(pair_of(x[0], x[1], type), pair_of(x[2], x[3], type), pair_of(x[4], x[5], type), pair_of(x[6], x[7], type));
+}
 template <bool kWide, class T>
 PYCKPT_DEVICE void store(T* p, int valid, const typename Element<T>::F (&values)[kVector<T>]) {
-  Vector<T> v;
-#pragma unroll
-  for (int i = 0; i < kVector<T>; ++i) v.element[i] = Element<T>::narrow(values[i]);
   if constexpr (kWide) {
-    *reinterpret_cast<uint4*>(p) = v.raw;
+    *reinterpret_cast<uint4*>(p) = packed(values, Type<T>{});
   } else {
 #pragma unroll
     for (int i = 0; i < kVector<T>; ++i)
-      if (i < valid) p[i] = v.element[i];
+      if (i < valid) p[i] = Element<T>::narrow(values[i]);
   }
 }
 
@@ -92,25 +118,39 @@ PYCKPT_DEVICE Division divide(int64_t a, int64_t b) {
   return {q, a - q * b};
 }
 
-// A team of kThreads threads works on one row at a time, each thread on chunks of kVector elements: element i belongs to chunk
-// i / kVector, and chunk j to thread j % kThreads. Rows of up to kThreads * kChunks chunks stay in registers; kChunks = 0: longer
-// ones are read again in each pass. What a thread sums, and in which order, is the same with 16-byte accesses and without.
-template <class T_, int kThreads_, int kChunks_, bool kWide_>
+// A team of threads works on one row at a time, each thread on chunks of kVector elements: element i belongs to chunk i /
+// kVector, and chunk j to thread j % team. Teams have 8 to 512 threads, by the length of a row; blockDim is (team, teams). Up to
+// kChunks chunks a thread stay in registers; kChunks = 0: longer rows are read again in each pass. What a thread sums, and in
+// which order, depends on the length and T alone, with 16-byte accesses and without.
+constexpr int kLargestTeam = 512, kSmallestBlock = 128;
+
+template <class T_, int kChunks_, bool kWide_>
 struct Layout {
   using T = T_;
   using F = typename Element<T>::F;
-  static constexpr int kThreads = kThreads_, kChunks = kChunks_, kSlots = kChunks ? kChunks : 1, kElements = kVector<T>;
+  static constexpr int kChunks = kChunks_, kSlots = kChunks ? kChunks : 1, kElements = kVector<T>;
   static constexpr bool kWide = kWide_, kInRegisters = kChunks > 0;
-  static constexpr int kTeams = kThreads == 32 ? 4 : 1;  // a block
-  static constexpr int kBlock = kThreads * kTeams;
 
-  static dim3 block() { return dim3(kThreads, kTeams); }
-  static simt::Grid grid(int64_t rows) {
-    const int64_t blocks = divide_up(rows, kTeams);
+  static bool fits(int64_t n) { return n <= int64_t(kLargestTeam) * kChunks * kElements; }
+  static dim3 block(int64_t n) {
+    int team = kInRegisters ? 8 : kLargestTeam;
+    while (kInRegisters && int64_t(team) * kChunks * kElements < n) team *= 2;
+    return dim3(team, team <= 32 ? kSmallestBlock / team : 1);
+  }
+  static simt::Grid grid(int64_t rows, int64_t n) {
+    const int64_t blocks = divide_up(rows, block(n).y);
     return simt::Grid(blocks < 0x7fffffff ? blocks : 0x7fffffff);
   }
-  PYCKPT_DEVICE int64_t first_row() { return int64_t(blockIdx.x) * kTeams + threadIdx.y; }
-  PYCKPT_DEVICE int64_t row_step() { return int64_t(gridDim.x) * kTeams; }
+
+  // body(row, n) for each of this team's rows, of n columns. All threads of a block call it as often, to meet in `reduce`: those
+  // left without a row are given the last one again, with n = 0.
+  template <class Body>
+  PYCKPT_DEVICE void each_row(int64_t rows, int64_t n, const Body& body) {
+    for (int64_t first = int64_t(blockIdx.x) * blockDim.y; first < rows; first += int64_t(gridDim.x) * blockDim.y) {
+      const int64_t row = first + threadIdx.y;
+      body(smaller(row, rows - 1), row < rows ? n : 0);
+    }
+  }
 
   // visit(slot, column, valid) for each of this thread's chunks that begin before column n. With 16-byte accesses `valid` is
   // all of them, also beyond n.
@@ -119,11 +159,11 @@ struct Layout {
     if constexpr (kInRegisters) {
 #pragma unroll
       for (int slot = 0; slot < kChunks; ++slot) {
-        const int column = (slot * kThreads + int(threadIdx.x)) * kElements;
+        const int column = (slot * int(blockDim.x) + int(threadIdx.x)) * kElements;
         if (column < int(n)) visit(slot, column, kWide ? kElements : int(smaller(kElements, n - column)));
       }
     } else {
-      for (int64_t column = int64_t(threadIdx.x) * kElements; column < n; column += kThreads * kElements)
+      for (int64_t column = int64_t(threadIdx.x) * kElements; column < n; column += int64_t(blockDim.x) * kElements)
         visit(0, column, kWide ? kElements : int(smaller(kElements, n - column)));
     }
   }
@@ -148,21 +188,14 @@ class Row {
   uint4 raw_[L::kSlots];
 };
 
-// Calls body(Layout) with the layout for rows of n elements. It depends on n and T alone.
-template <class T, bool kWide, int kMostChunks = 4, class Body>
+// Calls body(Layout) with the layout for rows of n elements: the first that fits of kChunks..., else that of long rows.
+template <class T, bool kWide, int kChunks = 0, int... kMore, class Body>
 void with_layout(int64_t n, const Body& body) {
-  const int64_t chunks = divide_up(n, kVector<T>);
-  if (chunks <= 32) return body(Layout<T, 32, 1, kWide>{});
-  if (chunks <= 128) return body(Layout<T, 32, 4, kWide>{});
-  if (chunks <= 512) return body(Layout<T, 128, 4, kWide>{});
-  if (chunks <= 512 * kMostChunks) return body(Layout<T, 512, kMostChunks, kWide>{});
-  body(Layout<T, 512, 0, kWide>{});
+  using L = Layout<T, kChunks, kWide>;
+  if (!L::kInRegisters || L::fits(n)) return body(L{});
+  if constexpr (L::kInRegisters) with_layout<T, kWide, kMore...>(n, body);
 }
 
-template <class T>
-struct Type {
-  using type = T;
-};
 // Calls body(Type<T>{}, wide) for a dtype code; double has no 16-byte accesses.
 template <class Body>
 void with_type(int dtype, bool wide, const Body& body) {
@@ -199,30 +232,62 @@ PYCKPT_DEVICE Both<A, B> exchange(const Both<A, B>& x, int lanes) {
 
 // Every thread of the team gets combine over all of them. `phase` is a variable of the caller's, 0 at first: successive calls use
 // two places in turn, so that one barrier each is enough.
-template <int kThreads, class V, class Combine>
+template <class V, class Combine>
 PYCKPT_DEVICE V reduce(V value, const Combine& combine, int& phase) {
-#pragma unroll
-  for (int lanes = 16; lanes; lanes /= 2) value = combine(value, exchange(value, lanes));
-  if constexpr (kThreads > 32) {
-    constexpr int kWarps = kThreads / 32;
-    SIMT_SHARED(V, parts, [2][kWarps]);
-    if (threadIdx.x % 32 == 0) parts[phase][threadIdx.x / 32] = value;
-    __syncthreads();
-    value = parts[phase][threadIdx.x % kWarps];
-    phase ^= 1;
-#pragma unroll
-    for (int lanes = kWarps / 2; lanes; lanes /= 2) value = combine(value, exchange(value, lanes));
-  }
+  const int team = int(blockDim.x), warps = team / 32;
+  for (int lanes = (team < 32 ? team : 32) / 2; lanes; lanes /= 2) value = combine(value, exchange(value, lanes));
+  if (warps <= 1) return value;
+  SIMT_SHARED(V, parts, [2][kLargestTeam / 32]);
+  if (threadIdx.x % 32 == 0) parts[phase][threadIdx.x / 32] = value;
+  __syncthreads();
+  value = parts[phase][threadIdx.x % warps];
+  phase ^= 1;
+  for (int lanes = warps / 2; lanes; lanes /= 2) value = combine(value, exchange(value, lanes));
   return value;
 }
-// Sums of what each thread has summed in F; from there on in double, as on the CPU: a few roundings more would be most of a
-// short sum's error.
+// A thread's part of a sum of products. Threads' parts are added in double, as on the CPU: a few roundings more in float would be
+// most of a short sum's error. kCancels: most of it may cancel, and what is left is to have all of T's digits.
+template <class T, bool kCancels = false>
+struct Part {
+  float sum = 0;
+  PYCKPT_MEMBER void add(float a, float b = 1) { sum = fused(a, b, sum); }
+  PYCKPT_MEMBER double value() const { return double(sum); }
+};
+template <>
+struct Part<float, true> {
+  double sum = 0;
+  PYCKPT_MEMBER void add(float a, float b = 1) { sum = fused(double(a), double(b), sum); }
+  PYCKPT_MEMBER double value() const { return sum; }
+};
+// Ogita, Rump & Oishi, "Accurate sum and dot product", 2005: `rest` is what the sum has lost to rounding.
+struct Compensated {
+  double sum, rest;
+  PYCKPT_MEMBER double value() const { return rest - rest == 0.0 ? sum + rest : sum; }  // not finite: sum says how
+};
+PYCKPT_DEVICE Compensated exchange(const Compensated& x, int lanes) { return {exchange(x.sum, lanes), exchange(x.rest, lanes)}; }
+template <bool kCancels>
+struct Part<double, kCancels> {
+  double sum = 0, rest = 0;
+  PYCKPT_MEMBER void add(double a, double b = 1) {
+    const double product = a * b, next = sum + product, taken = next - sum;
+    rest += ((sum - (next - taken)) + (product - taken)) + fused(a, b, -product);
+    sum = next;
+  }
+  PYCKPT_MEMBER Compensated value() const { return {sum, rest}; }
+};
 struct Add {
   PYCKPT_MEMBER double operator()(double a, double b) const { return a + b; }
-  PYCKPT_MEMBER Both<double, double> operator()(const Both<double, double>& a, const Both<double, double>& b) const {
-    return {a.first + b.first, a.second + b.second};
+  PYCKPT_MEMBER Compensated operator()(const Compensated& a, const Compensated& b) const {
+    const double next = a.sum + b.sum, taken = next - a.sum;
+    return {next, (a.rest + b.rest) + ((a.sum - (next - taken)) + (b.sum - taken))};
+  }
+  template <class V>
+  PYCKPT_MEMBER Both<V, V> operator()(const Both<V, V>& a, const Both<V, V>& b) const {
+    return {(*this)(a.first, b.first), (*this)(a.second, b.second)};
   }
 };
+PYCKPT_DEVICE double rounded(double x) { return x; }
+PYCKPT_DEVICE double rounded(const Compensated& x) { return x.value(); }
 
 // Dropout factors of elements [first, first + kCount) of a tensor in logical order.
 template <int kCount, bool kAligned, class F>

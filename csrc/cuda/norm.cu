@@ -1,7 +1,7 @@
 // LayerNorm (Ba et al., 2016) and RMSNorm (Zhang & Sennrich, 2019) over the last `columns` elements of each row.
 //
-// Statistics as csrc/cpu/norm.cpp keeps them. Elements moved per element: forward 2 (x, y), recompute 2, backward 3 (grad, x, dx),
-// with parameter gradients too, plus two numbers a column for each block of rows; rows too long for registers are read once
+// Statistics as csrc/cpu/norm.cpp keeps them. Elements moved per element: forward 2 (x, y), recompute 2, backward 3 (grad, x,
+// dx), with parameter gradients too, plus two numbers a column for each block of rows; rows too long for registers are read once
 // more for each sum, from the second-level cache as far as it holds them.
 // Parameter gradients: each block of rows writes its sums to a row of `partial`, which a second kernel adds up in order: no
 // atomics, and what a sum holds depends on shapes alone.
@@ -58,50 +58,50 @@ PYCKPT_DEVICE void parameters(const void* base, bool is_float, int64_t column, i
 // what a mean far from zero has in common is gone before anything is rounded.
 template <class L, bool kCentred>
 PYCKPT_DEVICE RowStatistics<typename L::F> compute_statistics(const NormRows<typename L::T>& a, const Row<L>& row, int64_t offset,
-                                                              int& phase) {
+                                                              int64_t n, int& phase) {
   using F = typename L::F;
   double mean = 0;
   F high = 0, low = 0;
   if constexpr (kCentred) {
     const F guess = Element<typename L::T>::widen(a.x[offset]);
-    F sum = 0;
-    L::each_chunk(a.columns, [&](int slot, int64_t column, int valid) {
+    Part<typename L::T> sum;
+    L::each_chunk(n, [&](int slot, int64_t column, int valid) {
       F x[L::kElements];
       row.get(slot, column, valid, x);
 #pragma unroll
       for (int i = 0; i < L::kElements; ++i)
-        if (i < valid) sum += x[i] - guess;
+        if (i < valid) sum.add(x[i] - guess);
     });
-    mean = double(guess) + reduce<L::kThreads>(double(sum), Add{}, phase) * a.inverse;
+    mean = double(guess) + rounded(reduce(sum.value(), Add{}, phase)) * a.inverse;
     high = F(mean), low = F(mean - double(high));
   }
-  F squares = 0;
-  L::each_chunk(a.columns, [&](int slot, int64_t column, int valid) {
+  Part<typename L::T> squares;
+  L::each_chunk(n, [&](int slot, int64_t column, int valid) {
     F x[L::kElements];
     row.get(slot, column, valid, x);
 #pragma unroll
     for (int i = 0; i < L::kElements; ++i) {
       const F d = kCentred ? (x[i] - high) - low : x[i];
-      if (i < valid) squares = fused(d, d, squares);
+      if (i < valid) squares.add(d, d);
     }
   });
-  return rounded_statistics<F>(mean, reduce<L::kThreads>(double(squares), Add{}, phase) * a.inverse, a.eps);
+  return rounded_statistics<F>(mean, rounded(reduce(squares.value(), Add{}, phase)) * a.inverse, a.eps);
 }
 
 template <class L, bool kCentred>
-__global__ void __launch_bounds__(L::kBlock, 1)
+__global__ void __launch_bounds__(kLargestTeam, 1)
     norm_forward_kernel(const NormRows<typename L::T> a, typename L::T* y, typename L::F* statistics, bool recompute) {
   using F = typename L::F;
   int phase = 0;
-  for (int64_t r = L::first_row(); r < a.rows; r += L::row_step()) {
+  L::each_row(a.rows, a.columns, [&](int64_t r, int64_t n) {
     const int64_t offset = row_offset(a.x_view, r);
-    const Row<L> row(a.x + offset, a.columns);
+    const Row<L> row(a.x + offset, n);
     RowStatistics<F> s;
     if (recompute) {
       s = read_statistics<kCentred>(a.statistics, a.rows, r);
     } else {
-      s = compute_statistics<L, kCentred>(a, row, offset, phase);
-      if (threadIdx.x == 0) {
+      s = compute_statistics<L, kCentred>(a, row, offset, n, phase);
+      if (threadIdx.x == 0 && n) {
         if (kCentred) {
           statistics[r] = s.mean;
           statistics[a.rows + r] = s.residual;
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(L::kBlock, 1)
       }
     }
     const F shift = shift_of(s);
-    L::each_chunk(a.columns, [&](int slot, int64_t column, int valid) {
+    L::each_chunk(n, [&](int slot, int64_t column, int valid) {
       F h[L::kElements], p[L::kElements];
       row.get(slot, column, valid, h);
 #pragma unroll
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(L::kBlock, 1)
       }
       store<L::kWide>(y + r * a.columns + column, valid, h);
     });
-  }
+  });
 }
 
 // Backward. With h = (x - mean) rstd and v = grad weight: dx = rstd (v - mean(v) - h mean(v h)), without mean(v) for RMSNorm;
@@ -143,34 +143,38 @@ struct NormBackwardRows {
   int64_t block_rows, blocks;
 };
 
+// Sums go no nearer than the second-level cache, where the kernel that adds them reads them.
 template <bool kWide, class F, int kElements>
 PYCKPT_DEVICE void store_sums(F* to, int valid, const F (&sums)[kElements]) {
-  constexpr int kStep = kVector<F>;
+  if constexpr (kWide) {
 #pragma unroll
-  for (int at = 0; at < kElements; at += kStep) {
-    F part[kStep];
+    for (int at = 0; at < kElements; at += 4) {
+      const float four[4] = {sums[at], sums[at + 1], sums[at + 2], sums[at + 3]};
+      __stcg(reinterpret_cast<uint4*>(to + at), packed(four, Type<float>{}));
+    }
+  } else {
 #pragma unroll
-    for (int i = 0; i < kStep; ++i) part[i] = sums[at + i];
-    store<kWide>(to + at, valid - at, part);
+    for (int i = 0; i < kElements; ++i)
+      if (i < valid) to[i] = sums[i];
   }
 }
 
 // A team takes a block of rows. With kParameters its threads keep the sums of their columns in registers.
 template <class L, bool kCentred, bool kParameters>
-__global__ void __launch_bounds__(L::kBlock, 1)
+__global__ void __launch_bounds__(kLargestTeam, 1)
     norm_backward_kernel(const NormRows<typename L::T> a, const NormBackwardRows<typename L::T> b) {
   using F = typename L::F;
   constexpr int V = L::kElements;
   int phase = 0;
-  for (int64_t block = L::first_row(); block < b.blocks; block += L::row_step()) {
+  L::each_row(b.blocks, a.columns, [&](int64_t block, int64_t columns) {
     F dweight[L::kSlots][V] = {}, dbias[L::kSlots][V] = {};
-    const int64_t end = smaller(a.rows, (block + 1) * b.block_rows);
-    for (int64_t r = block * b.block_rows; r < end; ++r) {
-      const Row<L> x(a.x + row_offset(a.x_view, r), a.columns), grad(b.grad + row_offset(b.grad_view, r), a.columns);
+    for (int64_t i = 0; i < b.block_rows; ++i) {  // as many for every team of a block
+      const int64_t r = smaller(block * b.block_rows + i, a.rows - 1), n = block * b.block_rows + i < a.rows ? columns : 0;
+      const Row<L> x(a.x + row_offset(a.x_view, r), n), grad(b.grad + row_offset(b.grad_view, r), n);
       const RowStatistics<F> s = read_statistics<kCentred>(a.statistics, a.rows, r);
       const F shift = shift_of(s);
-      F along = 0, level = 0;
-      L::each_chunk(a.columns, [&](int slot, int64_t column, int valid) {
+      Part<typename L::T> along, level;
+      L::each_chunk(n, [&](int slot, int64_t column, int valid) {
         F h[V], g[V], w[V];
         x.get(slot, column, valid, h);
         grad.get(slot, column, valid, g);
@@ -180,8 +184,8 @@ __global__ void __launch_bounds__(L::kBlock, 1)
           if (i >= valid) continue;
           h[i] = normalised<kCentred>(h[i], s.mean, s.rstd, shift);
           const F v = a.weight ? g[i] * w[i] : g[i];
-          along = fused(v, h[i], along);
-          if (kCentred) level += v;
+          along.add(v, h[i]);
+          if (kCentred) level.add(v);
           if (kParameters) {
             dweight[slot][i] = fused(g[i], h[i], dweight[slot][i]);
             if (kCentred) dbias[slot][i] += g[i];
@@ -190,13 +194,14 @@ __global__ void __launch_bounds__(L::kBlock, 1)
       });
       F along_mean, level_mean = 0;
       if constexpr (kCentred) {
-        const auto sums = reduce<L::kThreads>(Both<double, double>{double(along), double(level)}, Add{}, phase);
-        along_mean = F(sums.first * a.inverse);
-        level_mean = F(sums.second * a.inverse);
+        using Value = decltype(along.value());
+        const auto sums = reduce(Both<Value, Value>{along.value(), level.value()}, Add{}, phase);
+        along_mean = F(rounded(sums.first) * a.inverse);
+        level_mean = F(rounded(sums.second) * a.inverse);
       } else {
-        along_mean = F(reduce<L::kThreads>(double(along), Add{}, phase) * a.inverse);
+        along_mean = F(rounded(reduce(along.value(), Add{}, phase)) * a.inverse);
       }
-      L::each_chunk(a.columns, [&](int slot, int64_t column, int valid) {
+      L::each_chunk(n, [&](int slot, int64_t column, int valid) {
         F h[V], g[V], w[V];
         x.get(slot, column, valid, h);
         grad.get(slot, column, valid, g);
@@ -214,12 +219,12 @@ __global__ void __launch_bounds__(L::kBlock, 1)
       });
     }
     if constexpr (kParameters)
-      L::each_chunk(a.columns, [&](int slot, int64_t column, int valid) {
+      L::each_chunk(columns, [&](int slot, int64_t column, int valid) {
         F* to = b.partial + block * 2 * a.columns + column;
         store_sums<L::kWide>(to, valid, dweight[slot]);
         if (kCentred) store_sums<L::kWide>(to + a.columns, valid, dbias[slot]);
       });
-  }
+  });
 }
 
 // The same sums for rows too long to keep them, or where dx is not wanted: a thread goes down kVector columns of a block of rows.
@@ -257,7 +262,8 @@ __global__ void __launch_bounds__(kColumnThreads, 1)
 // order. Reads what the blocks have written, and writes one number a column.
 constexpr int kReduceRows = 16;
 template <class P, class F>
-__global__ void __launch_bounds__(32 * kReduceRows) add_blocks_kernel(const F* sums, int64_t blocks, int64_t columns, P* gradient) {
+__global__ void __launch_bounds__(32 * kReduceRows)
+    add_blocks_kernel(const F* sums, int64_t blocks, int64_t columns, P* gradient) {
   SIMT_SHARED(double, parts, [kReduceRows][33]);
   const int64_t column = int64_t(blockIdx.x) * 32 + threadIdx.x;
   double total = 0;
@@ -304,11 +310,12 @@ void norm_forward(const NormArguments& a, void* y, void* statistics, bool recomp
   const bool wide = a.columns % vector == 0 && whole_vectors(a.x_view, vector) && aligned(a.x, a.weight, a.bias, y);
   with_type(a.dtype, wide, [&](auto type, auto kWide) {
     using T = typename decltype(type)::type;
-    with_layout<T, kWide.value>(a.columns, [&](auto layout) {
+    with_layout<T, kWide.value, 4>(a.columns, [&](auto layout) {
       using L = decltype(layout);
       const auto kernel = a.kind == kLayerNorm ? norm_forward_kernel<L, true> : norm_forward_kernel<L, false>;
-      simt::launch(kernel, L::grid(a.columns ? a.rows : 0), L::block(), 0, simt::Stream{where.first, where.second},
-                   typed<T>(a, statistics), static_cast<T*>(y), static_cast<typename L::F*>(statistics), recompute);
+      simt::launch(kernel, L::grid(a.columns ? a.rows : 0, a.columns), L::block(a.columns), 0,
+                   simt::Stream{where.first, where.second}, typed<T>(a, statistics), static_cast<T*>(y),
+                   static_cast<typename L::F*>(statistics), recompute);
     });
   });
 }
@@ -317,24 +324,24 @@ template <class T, bool kWide, bool kCentred>
 static void backward(const NormArguments& a, const NormGradients& out, simt::Stream stream) {
   using F = typename Element<T>::F;
   const NormRows<T> rows = typed<T>(a, out.statistics);
-  NormBackwardRows<T> b{static_cast<const T*>(out.grad), out.grad_view,      static_cast<T*>(out.dx),
-                        static_cast<F*>(out.partial),    divide_up(a.rows, out.blocks), out.blocks};
+  NormBackwardRows<T> b{static_cast<const T*>(out.grad), out.grad_view, static_cast<T*>(out.dx), static_cast<F*>(out.partial),
+                        divide_up(a.rows, out.blocks),   out.blocks};
   bool parameters_done = false;
   if (out.dx && out.partial) {
-    with_layout<T, kWide, 2>(a.columns, [&](auto layout) {
-      using L = decltype(layout);
-      if constexpr (L::kInRegisters) {
-        simt::launch(norm_backward_kernel<L, kCentred, true>, L::grid(b.blocks), L::block(), 0, stream, rows, b);
-        parameters_done = true;
-      }
-    });
+    using L = Layout<T, 2, kWide>;
+    if (L::fits(a.columns)) {
+      simt::launch(norm_backward_kernel<L, kCentred, true>, L::grid(b.blocks, a.columns), L::block(a.columns), 0, stream, rows,
+                   b);
+      parameters_done = true;
+    }
   }
   if (out.dx && !parameters_done) {
-    with_layout<T, kWide>(a.columns, [&](auto layout) {
+    with_layout<T, kWide, 2, 4>(a.columns, [&](auto layout) {
       using L = decltype(layout);
       NormBackwardRows<T> each = b;
       each.block_rows = 1, each.blocks = a.rows;
-      simt::launch(norm_backward_kernel<L, kCentred, false>, L::grid(a.rows), L::block(), 0, stream, rows, each);
+      simt::launch(norm_backward_kernel<L, kCentred, false>, L::grid(a.rows, a.columns), L::block(a.columns), 0, stream, rows,
+                   each);
     });
   }
   if (!out.partial) return;

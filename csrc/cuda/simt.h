@@ -102,8 +102,14 @@ void launch(void (*kernel)(P...), Grid grid, dim3 block, size_t shared_bytes, St
   const DeviceGuard guard(stream.device);
   if (shared_bytes > 48 * 1024)
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)), "shared memory");
-  kernel<<<grid.blocks, block, shared_bytes, reinterpret_cast<cudaStream_t>(stream.handle)>>>(static_cast<P>(arguments)...);
-  check(cudaGetLastError(), "launch");
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid.blocks;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = reinterpret_cast<cudaStream_t>(stream.handle);
+  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...);
+  if (status != cudaSuccess) cudaGetLastError();  // or torch would take it for its own
+  check(status, "launch");
 }
 
 // Number of multiprocessors, for grids of as many blocks as run at once.

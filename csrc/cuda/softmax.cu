@@ -48,14 +48,14 @@ PYCKPT_DEVICE RowCursor locate(const SoftmaxRows<T>& a, int64_t row) {
 }
 
 // Scores of this thread's elements of a chunk, -inf where masked or beyond what is visible; kept: whether the mask keeps any.
-template <class L>
+template <class L, bool kMasks>
 PYCKPT_DEVICE void scores(const SoftmaxRows<typename L::T>& a, const RowCursor& at, const Row<L>& row, int slot, int64_t column,
                           int valid, typename L::F (&s)[L::kElements], int& kept) {
   using T = typename L::T;
   using F = typename L::F;
   constexpr int V = L::kElements;
   row.get(slot, column, valid, s);
-  if (a.mask_kind == kNoMask) {
+  if (!kMasks || a.mask_kind == kNoMask) {
     kept = 1;
 #pragma unroll
     for (int i = 0; i < V; ++i) s[i] *= a.scale;
@@ -99,7 +99,7 @@ PYCKPT_DEVICE void scores(const SoftmaxRows<typename L::T>& a, const RowCursor& 
   }
 #pragma unroll
   for (int i = 0; i < V; ++i)
-    if (column + i >= at.visible) s[i] = -infinity<F>();
+    if (!(L::kWide && !kMasks) && column + i >= at.visible) s[i] = -infinity<F>();
 }
 
 struct Highest {  // and whether anything is kept. NaN is left out.
@@ -109,37 +109,41 @@ struct Highest {  // and whether anything is kept. NaN is left out.
   }
 };
 
-// p = exp(score - maximum) / sum: with maximum and sum at hand, the same bits in forward, recompute and backward.
-template <class L, bool kDropout>
-__global__ void __launch_bounds__(L::kBlock, 1)
+// p = exp(score - maximum) / sum: with maximum and sum at hand, the same bits in forward, recompute and backward. kPlain: without
+// mask, causal limit and dropout, and the registers they take.
+template <class L, bool kPlain>
+__global__ void __launch_bounds__(kLargestTeam, 1)
     softmax_forward_kernel(const __grid_constant__ SoftmaxRows<typename L::T> a, typename L::T* y, typename L::F* statistics,
                            bool recompute) {
   using F = typename L::F;
   constexpr int V = L::kElements;
   DropoutRule rule = a.rule;
-  if (kDropout) rule.key = uint64_t(*a.seed);
+  const bool dropped = !kPlain && a.seed;
+  if (dropped) rule.key = uint64_t(*a.seed);
   int phase = 0;
-  for (int64_t r = L::first_row(); r < a.rows; r += L::row_step()) {
-    const RowCursor at = locate(a, r);
+  L::each_row(a.rows, a.columns, [&](int64_t r, int64_t n) {
+    RowCursor at = locate(a, r);
+    at.visible = kPlain ? n : smaller(n, at.visible);
+    const auto seen = [&](int64_t column) { return (L::kWide && kPlain) || column < at.visible; };
     const Row<L> row(a.x + at.x, at.visible);
     F staged[L::kSlots][V];
     Both<F, int> peak{-infinity<F>(), 0};
     F top, sum;
     if (L::kInRegisters || !recompute)
       L::each_chunk(at.visible, [&](int slot, int64_t column, int valid) {
-        scores<L>(a, at, row, slot, column, valid, staged[slot], peak.second);
+        scores<L, !kPlain>(a, at, row, slot, column, valid, staged[slot], peak.second);
 #pragma unroll
         for (int i = 0; i < V; ++i) peak.first = staged[slot][i] > peak.first ? staged[slot][i] : peak.first;
       });
     if (recompute) {
       top = statistics[r];
     } else {
-      peak = reduce<L::kThreads>(peak, Highest{}, phase);
+      peak = reduce(peak, Highest{}, phase);
       top = peak.second ? peak.first : F(0);
     }
     const auto exponentials = [&](int slot, int64_t column, int valid, F(&e)[V]) {
       int kept = 0;
-      if (!L::kInRegisters) scores<L>(a, at, row, slot, column, valid, staged[slot], kept);
+      if (!L::kInRegisters) scores<L, !kPlain>(a, at, row, slot, column, valid, staged[slot], kept);
 #pragma unroll
       for (int i = 0; i < V; ++i) e[i] = exp_nonpositive(staged[slot][i] - top);
     };
@@ -148,26 +152,26 @@ __global__ void __launch_bounds__(L::kBlock, 1)
       if (L::kInRegisters)
         L::each_chunk(at.visible, [&](int slot, int64_t column, int valid) { exponentials(slot, column, valid, staged[slot]); });
     } else {
-      F part = 0;
+      Part<typename L::T> part;
       L::each_chunk(at.visible, [&](int slot, int64_t column, int valid) {
         F e[V];
         exponentials(slot, column, valid, e);
 #pragma unroll
         for (int i = 0; i < V; ++i) {
-          if (column + i < at.visible) part += e[i];
+          if (seen(column + i)) part.add(e[i]);
           if (L::kInRegisters) staged[slot][i] = e[i];
         }
       });
-      sum = F(reduce<L::kThreads>(double(part), Add{}, phase));
-      if (threadIdx.x == 0) {
+      sum = F(rounded(reduce(part.value(), Add{}, phase)));
+      if (threadIdx.x == 0 && n) {
         statistics[r] = top;
         statistics[a.rows + r] = sum;
       }
     }
     const F inverse = inverse_of(sum);
-    L::each_chunk(a.columns, [&](int slot, int64_t column, int valid) {
+    L::each_chunk(n, [&](int slot, int64_t column, int valid) {
       F p[V], e[V];
-      if (column < at.visible) {
+      if (seen(column)) {
         if (L::kInRegisters) {
 #pragma unroll
           for (int i = 0; i < V; ++i) e[i] = staged[slot][i];
@@ -176,16 +180,16 @@ __global__ void __launch_bounds__(L::kBlock, 1)
         }
       }
 #pragma unroll
-      for (int i = 0; i < V; ++i) p[i] = column + i < at.visible ? quotient(e[i], sum, inverse) : F(0);
-      if (kDropout) {
+      for (int i = 0; i < V; ++i) p[i] = seen(column + i) ? quotient(e[i], sum, inverse) : F(0);
+      if (dropped) {
         F factors[V];
         dropout_factors<V, false>(rule, r * a.columns + column, factors);
 #pragma unroll
-        for (int i = 0; i < V; ++i) p[i] = column + i < at.visible ? p[i] * factors[i] : F(0);
+        for (int i = 0; i < V; ++i) p[i] = seen(column + i) ? p[i] * factors[i] : F(0);
       }
       store<L::kWide>(y + r * a.columns + column, valid, p);
     });
-  }
+  });
 }
 
 template <class T>
@@ -200,24 +204,24 @@ struct SoftmaxBackwardRows {
 
 // dx = scale p (g - sum(g p)), p the output, g its gradient.
 template <class L>
-__global__ void __launch_bounds__(L::kBlock, 1)
+__global__ void __launch_bounds__(kLargestTeam, 1)
     softmax_backward_kernel(const __grid_constant__ SoftmaxRows<typename L::T> a, const SoftmaxBackwardRows<typename L::T> b) {
   using F = typename L::F;
   constexpr int V = L::kElements;
   int phase = 0;
-  for (int64_t r = L::first_row(); r < a.rows; r += L::row_step()) {
-    const Row<L> row(b.y + r * a.columns, a.columns), grad(b.grad + locate(a, r).grad, a.columns);
-    F part = 0;
-    L::each_chunk(a.columns, [&](int slot, int64_t column, int valid) {
+  L::each_row(a.rows, a.columns, [&](int64_t r, int64_t n) {
+    const Row<L> row(b.y + r * a.columns, n), grad(b.grad + locate(a, r).grad, n);
+    Part<typename L::T, true> part;
+    L::each_chunk(n, [&](int slot, int64_t column, int valid) {
       F p[V], g[V];
       row.get(slot, column, valid, p);
       grad.get(slot, column, valid, g);
 #pragma unroll
       for (int i = 0; i < V; ++i)
-        if (i < valid) part = fused(p[i], b.masked && p[i] == F(0) ? F(0) : g[i], part);
+        if (i < valid) part.add(p[i], b.masked && p[i] == F(0) ? F(0) : g[i]);
     });
-    const F dot = F(reduce<L::kThreads>(double(part), Add{}, phase));
-    L::each_chunk(a.columns, [&](int slot, int64_t column, int valid) {
+    const F dot = F(rounded(reduce(part.value(), Add{}, phase)));
+    L::each_chunk(n, [&](int slot, int64_t column, int valid) {
       F p[V], g[V];
       row.get(slot, column, valid, p);
       grad.get(slot, column, valid, g);
@@ -225,12 +229,12 @@ __global__ void __launch_bounds__(L::kBlock, 1)
       for (int i = 0; i < V; ++i) p[i] = weighted(b.masked, p[i], g[i] - dot) * b.scale;
       store<L::kWide>(b.dx + r * a.columns + column, valid, p);
     });
-  }
+  });
 }
 
 // With dropout: p is formed again from x and the statistics, and g is the gradient times the dropout factor.
 template <class L>
-__global__ void __launch_bounds__(L::kBlock, 1)
+__global__ void __launch_bounds__(kLargestTeam, 1)
     softmax_dropout_backward_kernel(const __grid_constant__ SoftmaxRows<typename L::T> a,
                                     const SoftmaxBackwardRows<typename L::T> b) {
   using F = typename L::F;
@@ -239,15 +243,16 @@ __global__ void __launch_bounds__(L::kBlock, 1)
   rule.key = uint64_t(*a.seed);
   const F keep_scale = F(rule.keep_scale);
   int phase = 0;
-  for (int64_t r = L::first_row(); r < a.rows; r += L::row_step()) {
-    const RowCursor at = locate(a, r);
+  L::each_row(a.rows, a.columns, [&](int64_t r, int64_t n) {
+    RowCursor at = locate(a, r);
+    at.visible = smaller(n, at.visible);
     const Row<L> row(a.x + at.x, at.visible), grad(b.grad + at.grad, at.visible);
     const F top = b.statistics[r], sum = b.statistics[a.rows + r], inverse = inverse_of(sum);
     F staged[L::kSlots][V];
     unsigned drawn[L::kSlots];  // a bit for each element: whether dropout keeps it
     const auto form = [&](int slot, int64_t column, int valid) {
       int kept = 0;
-      scores<L>(a, at, row, slot, column, valid, staged[slot], kept);
+      scores<L, true>(a, at, row, slot, column, valid, staged[slot], kept);
       F factors[V];
       dropout_factors<V, false>(rule, r * a.columns + column, factors);
       drawn[slot] = 0;
@@ -262,7 +267,7 @@ __global__ void __launch_bounds__(L::kBlock, 1)
 #pragma unroll
       for (int i = 0; i < V; ++i) g[i] *= drawn[slot] >> i & 1 ? keep_scale : F(0);
     };
-    F part = 0;
+    Part<typename L::T, true> part;
     L::each_chunk(at.visible, [&](int slot, int64_t column, int valid) {
       form(slot, column, valid);
       F g[V];
@@ -270,11 +275,11 @@ __global__ void __launch_bounds__(L::kBlock, 1)
 #pragma unroll
       for (int i = 0; i < V; ++i) {
         const F p = staged[slot][i];
-        if (column + i < at.visible) part = fused(p, b.masked && p == F(0) ? F(0) : g[i], part);
+        if (column + i < at.visible) part.add(p, b.masked && p == F(0) ? F(0) : g[i]);
       }
     });
-    const F dot = F(reduce<L::kThreads>(double(part), Add{}, phase));
-    L::each_chunk(a.columns, [&](int slot, int64_t column, int valid) {
+    const F dot = F(rounded(reduce(part.value(), Add{}, phase)));
+    L::each_chunk(n, [&](int slot, int64_t column, int valid) {
       F g[V], dx[V] = {};
       if (column < at.visible) {
         if (!L::kInRegisters) form(slot, column, valid);
@@ -285,7 +290,7 @@ __global__ void __launch_bounds__(L::kBlock, 1)
       }
       store<L::kWide>(b.dx + r * a.columns + column, valid, dx);
     });
-  }
+  });
 }
 
 template <class T>
@@ -331,11 +336,13 @@ void softmax_forward(const SoftmaxArguments& a, void* y, void* statistics, bool 
   with_type(a.dtype, wide, [&](auto type, auto kWide) {
     using T = typename decltype(type)::type;
     const SoftmaxRows<T> rows = typed<T>(a, nullptr, kWide.value && whole_mask(a, vector));
-    with_layout<T, kWide.value>(a.columns, [&](auto layout) {
+    with_layout<T, kWide.value, 4>(a.columns, [&](auto layout) {
       using L = decltype(layout);
-      const auto kernel = a.seed ? softmax_forward_kernel<L, true> : softmax_forward_kernel<L, false>;
-      simt::launch(kernel, L::grid(rows.rows), L::block(), 0, simt::Stream{where.first, where.second}, rows, static_cast<T*>(y),
-                   static_cast<typename L::F*>(statistics), recompute);
+      const bool plain = !a.mask.kind && a.causal_offset == kNotCausal && !a.seed;
+      const auto kernel = plain ? softmax_forward_kernel<L, true> : softmax_forward_kernel<L, false>;
+      simt::launch(kernel, L::grid(a.columns ? rows.rows : 0, a.columns), L::block(a.columns), 0,
+                   simt::Stream{where.first, where.second}, rows, static_cast<T*>(y), static_cast<typename L::F*>(statistics),
+                   recompute);
     });
   });
 }
@@ -348,13 +355,17 @@ void softmax_backward(const SoftmaxArguments& a, const SoftmaxGradients& out, Wh
     using T = typename decltype(type)::type;
     using F = typename Element<T>::F;
     const SoftmaxRows<T> rows = typed<T>(a, out.grad_strides, kWide.value && whole_mask(a, vector));
-    const SoftmaxBackwardRows<T> b{static_cast<const T*>(out.grad),       static_cast<const T*>(out.y),
-                                   static_cast<const F*>(out.statistics), static_cast<T*>(out.dx),
-                                   F(out.grad_scale),                     out.masked};
-    with_layout<T, kWide.value>(a.columns, [&](auto layout) {
+    const SoftmaxBackwardRows<T> b{static_cast<const T*>(out.grad),
+                                   static_cast<const T*>(out.y),
+                                   static_cast<const F*>(out.statistics),
+                                   static_cast<T*>(out.dx),
+                                   F(out.grad_scale),
+                                   out.masked};
+    with_layout<T, kWide.value, 4>(a.columns, [&](auto layout) {
       using L = decltype(layout);
       const auto kernel = out.y ? softmax_backward_kernel<L> : softmax_dropout_backward_kernel<L>;
-      simt::launch(kernel, L::grid(rows.rows), L::block(), 0, simt::Stream{where.first, where.second}, rows, b);
+      simt::launch(kernel, L::grid(a.columns ? rows.rows : 0, a.columns), L::block(a.columns), 0,
+                   simt::Stream{where.first, where.second}, rows, b);
     });
   });
 }

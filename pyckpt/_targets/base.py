@@ -18,6 +18,7 @@ TORCH_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.RMSNorm: fused.RMSNorm,
     nn.Dropout: fused.Dropout,
     nn.Softmax: fused.Softmax,
+    nn.MultiheadAttention: fused.MultiheadAttention,
 }
 CONVERTED_CLASSES = frozenset({fused.ConvertedNorm, fused.ConvertedLayerNorm})
 FUSED_CLASSES = CONVERTED_CLASSES.union(TORCH_CLASSES.values())

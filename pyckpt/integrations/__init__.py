@@ -1,1 +1,1 @@
-"""pyckpt in other libraries. Nothing here is imported by ``import pyckpt``."""
+"""Other libraries' own switches, set to this package. Each module imports its library, so import only the one you need."""

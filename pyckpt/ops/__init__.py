@@ -8,9 +8,22 @@ from types import FunctionType
 
 from torch._C._dynamo import eval_frame
 
-from . import _native, _registry, activation, dropout, norm, softmax
+from .. import backends
+from . import (
+    _attention_blocks,
+    _attention_cpu,
+    _cuda,
+    _native,
+    _registry,
+    _triton,
+    activation,
+    attention,
+    dropout,
+    norm,
+    softmax,
+)
 
-__all__ = ["activation", "dropout", "norm", "softmax"]
+__all__ = ["activation", "attention", "dropout", "norm", "softmax"]
 
 
 def _keep_dynamo_out() -> None:
@@ -19,7 +32,19 @@ def _keep_dynamo_out() -> None:
     This does not keep the public functions from being inlined into a compiled graph, where they are plain expressions.
     """
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for module in (activation, dropout, norm, softmax, _native, _registry):
+    for module in (
+        activation,
+        attention,
+        dropout,
+        norm,
+        softmax,
+        _attention_blocks,
+        _attention_cpu,
+        _cuda,
+        _native,
+        _registry,
+        _triton,
+    ):
         for scope in (module, *(value for value in vars(module).values() if isinstance(value, type))):
             for value in vars(scope).values():
                 function = value.__func__ if isinstance(value, staticmethod) else value
@@ -31,4 +56,6 @@ def _keep_dynamo_out() -> None:
                 eval_frame.set_code_exec_strategy(kernel.__code__, skip)
 
 
+if hasattr(backends.native, "cuda"):  # built with nvcc
+    _cuda.register("cuda", backends.native.cuda)
 _keep_dynamo_out()

@@ -12,6 +12,7 @@ There are three ways into an op:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -56,6 +57,7 @@ class Op:
     def __init__(self, schema: str, *, fake: Kernel, reference: Kernel) -> None:
         Op.all.append(self)
         self.name = schema.partition("(")[0]
+        self.family = re.sub("(_dropout)?_(fwd|bwd|recompute)$", "", self.name)  # of the public function
         self.reference = reference
         self.kernels: dict[str, Kernel] = {"reference": reference}
         self._differentiable: Kernel = reference
@@ -108,7 +110,7 @@ class Op:
         if self.guard is not None:
             self.guard(*args)
         x = next(a for a in args if isinstance(a, torch.Tensor))
-        return self.on(backend_of(x))(*args)
+        return self.on(backend_of(x, self))(*args)
 
     def _autograd(self, *args: Any) -> Any:
         if transformed():
@@ -119,9 +121,11 @@ class Op:
             return self.overload(*args)
 
 
-def backend_of(x: torch.Tensor) -> str:
-    """Name of the backend that serves `x` now."""
-    return backends.select("cpu" if x.is_cpu else x.device.type)  # torch.device.type costs seven times is_cpu
+def backend_of(x: torch.Tensor, op: Op) -> str:
+    """Name of the backend that serves `op` on `x` now."""
+    if x.is_cpu:  # torch.device.type costs seven times is_cpu
+        return backends.select("cpu")
+    return backends.select(x.device.type, op.family)
 
 
 def small(x: torch.Tensor, elements: int) -> bool:

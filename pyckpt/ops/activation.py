@@ -105,13 +105,14 @@ class ActivationFunction(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: _Activation) -> Tensor:
-        ctx.backend = backend_of(x)
+        fwd = activation.fwd
+        ctx.backend = backend_of(x, fwd)
         ctx.activation = activation
         # In a recompute region that rebuilds the input too, the input: a chain of cheap ops then keeps one tensor, not two.
         ctx.saves_output = activation.saves_output and not (
             regions.stack and regions.stack[-1][1].can_rebuild(x)
         )
-        y = activation.fwd(ctx.backend, x, *activation.arguments)
+        y = fwd(ctx.backend, x, *activation.arguments)
         ctx.save_for_backward(y if ctx.saves_output else x)
         return y
 
@@ -191,7 +192,7 @@ for _activation in (_GELU["none"], _SILU, _RELU):
 def _apply(input: Tensor, activation: _Activation) -> Tensor:
     if needs_grad(input):
         return ActivationFunction.apply(input, activation)
-    return activation.fwd(backend_of(input), input, *activation.arguments)
+    return activation.fwd(backend_of(input, activation.fwd), input, *activation.arguments)
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:

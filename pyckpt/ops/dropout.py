@@ -82,7 +82,7 @@ class DropoutFunction(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seed: Tensor, p: float, inplace: bool = False) -> Tensor:
-        ctx.backend = backend_of(x)
+        ctx.backend = backend_of(x, dropout_op)
         ctx.seed, ctx.p = seed, p
         y = dropout_op(ctx.backend, x, seed, p)
         if inplace:
@@ -189,5 +189,5 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     seed = new_seed(input.device)
     if needs_grad(input):
         return DropoutFunction.apply(input, seed, p, inplace)
-    y = dropout_op(backend_of(input), input, seed, p)
+    y = dropout_op(backend_of(input, dropout_op), input, seed, p)
     return input.copy_(y) if inplace else y

@@ -218,7 +218,7 @@ class NormFunction(Function):
         norm: _Norm,
         with_statistics: bool = False,
     ) -> Any:
-        ctx.backend = backend_of(x)
+        ctx.backend = backend_of(x, norm.fwd)
         ctx.norm, ctx.shape, ctx.eps = norm, shape, eps
         y, statistics = norm.fwd(ctx.backend, *norm.arguments(x, shape, weight, bias), eps)
         parameter = weight if weight is not None else bias
@@ -295,7 +295,7 @@ def _normalise(
                 eps = _EPS[input.dtype]
             if needs_grad(input, weight, bias):
                 return NormFunction.apply(input, weight, bias, shape, eps, norm)
-            return norm.fwd(backend_of(input), *norm.arguments(input, shape, weight, bias), eps)[0]
+            return norm.fwd(backend_of(input, norm.fwd), *norm.arguments(input, shape, weight, bias), eps)[0]
     return by_torch(wrong, norm.of_torch, *norm.arguments(input, normalized_shape, weight, bias), eps)
 
 

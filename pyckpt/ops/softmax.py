@@ -96,7 +96,7 @@ class SoftmaxFunction(Function):
     def forward(
         ctx: Any, x: Tensor, mask: Tensor | None, options: Options, with_statistics: bool = False
     ) -> Any:
-        ctx.backend, ctx.options = backend_of(x), options
+        ctx.backend, ctx.options = backend_of(x, softmax_fwd), options
         ctx.masked = mask is not None or options.causal is not None
         ctx.mask_shape = None if mask is None else mask.shape
         y, statistics = softmax_fwd(ctx.backend, x, mask, *options)
@@ -324,4 +324,4 @@ def _softmax(x: Tensor, mask: Tensor | None, scale: float, causal: int | None, d
 def _fused(x: Tensor, mask: Tensor | None, options: Options) -> Tensor:
     if needs_grad(x, mask):
         return SoftmaxFunction.apply(x, mask, options)
-    return softmax_fwd(backend_of(x), x, mask, *options)[0]
+    return softmax_fwd(backend_of(x, softmax_fwd), x, mask, *options)[0]

@@ -1,0 +1,252 @@
+// What attention does between its matrix products, in one pass over a block of scores, in place.
+//
+// Forward reads the scores q k^T and writes probabilities (2 elements moved per element, one exponential); backward reads the
+// scores and dP = dO v^T and writes probabilities and dS (4 elements moved, one exponential). A row is staged in float, in the
+// first-level cache: widening, bias, mask, exponential, sum and rounding go over it there. Everything that makes a row is in it,
+// so that the sum of dP P is taken here, from what it will be subtracted from, and not from the rounded output.
+#include "launchers.h"
+#include "probability.h"
+
+namespace pyckpt {
+namespace PYCKPT_ISA {
+
+// Where row i of a block stands, and which of its columns it sees.
+struct BlockRow {
+  int64_t head, batch, head_in_batch, query, begin, end;
+};
+static inline BlockRow block_row(const AttentionBlock& a, int64_t i) {
+  BlockRow r;
+  r.head = a.first_head + i / a.rows;
+  r.batch = r.head / a.heads_per_batch;
+  r.head_in_batch = r.head % a.heads_per_batch;
+  r.query = a.first_row + i % a.rows;
+  // low and high leave room: they are limited to what the sizes need (_attention_cpu.py)
+  r.begin = smaller(a.columns, larger(0, r.query + a.low - a.first_key));
+  r.end = larger(r.begin, smaller(a.columns, r.query + a.high + 1 - a.first_key));
+  return r;
+}
+
+// tanh(x): near 0 a polynomial (a rational function) that keeps relative accuracy, elsewhere from exp(-2 |x|). After Cephes.
+PYCKPT_HD float near_zero(float x) {
+  const float z = x * x;
+  const float p =
+      fused(fused(fused(fused(-5.70498872745e-03f, z, 2.06390887954e-02f), z, -5.37397155531e-02f), z, 1.33314422036e-01f), z,
+            -3.33332819422e-01f);
+  return fused(x * z, p, x);
+}
+PYCKPT_HD double near_zero(double x) {
+  const double z = x * x;
+  const double p = fused(fused(-9.64399179425052238628e-01, z, -9.92877231001918586564e+01), z, -1.61468768441708447952e+03);
+  const double q = fused(fused(z + 1.12811678491632931402e+02, z, 2.23548839060100448583e+03), z, 4.84406305325125486048e+03);
+  return fused(x * z, p / q, x);
+}
+template <class F>
+PYCKPT_HD F tanh_of(F x) {
+  const F a = absolute(x), e = exp_nonpositive(F(-2) * a), far = (F(1) - e) / (F(1) + e);
+  const F signed_far = x < F(0) ? -far : far;
+  return a < F(0.625) ? near_zero(x) : signed_far;  // NaN: not less, and NaN all the way
+}
+
+template <class F>
+class RowOfScores {
+ public:
+  RowOfScores(const AttentionBlock& block, int64_t columns) : a_(block), scratch_(4 * columns), n_(columns) {}
+
+  F* scores() const { return scratch_.at(0); }
+  const F* capped() const { return scratch_.at(n_); }  // tanh(score / softcap), where there is one
+
+  // The scores of the columns that row `r` sees, -inf where masked: what lies behind a mask, even NaN, is not looked at.
+  // Returns whether anything is kept.
+  bool form(const BlockRow& r, const void* scores, int64_t row) {
+    const int64_t n = r.end - r.begin;
+    F* s = scratch_.at(0);
+    F* t = scratch_.at(n_);
+    const F* x = widen(a_.dtype, scores, row * a_.columns + r.begin, n, scratch_.at(2 * n_));
+    const F scale = F(a_.scale);
+    if (a_.softcap != 0) {
+      const F cap = F(a_.softcap);
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) {
+        t[i] = tanh_of(x[i] * scale / cap);
+        s[i] = t[i] * cap;
+      }
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) s[i] = x[i] * scale;
+    }
+    if (a_.slopes) {
+      const F slope = static_cast<const F*>(a_.slopes)[r.batch * a_.slope_strides[0] + r.head_in_batch * a_.slope_strides[1]];
+      const F start = F(a_.first_key + r.begin - r.query - a_.origin);
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) s[i] -= slope * absolute(start + F(i));
+    }
+    return a_.mask_kind == kNoMask ? n > 0 : masked(r, n, s);
+  }
+
+ private:
+  bool masked(const BlockRow& r, int64_t n, F* s) {
+    const int64_t *by = a_.mask_strides, step = by[3];
+    const int64_t offset = r.batch * by[0] + r.head_in_batch * by[1] + r.query * by[2] + (a_.first_key + r.begin) * step;
+    const F lowest = -infinity<F>();
+    int kept = 0;
+    if (a_.mask_kind == kBooleanMask) {
+      const uint8_t* keep = static_cast<const uint8_t*>(a_.mask) + offset;
+      if (step == 1) {
+#pragma omp simd reduction(| : kept)
+        for (int64_t i = 0; i < n; ++i) {
+          kept |= keep[i];
+          s[i] = keep[i] ? s[i] : lowest;
+        }
+      } else {
+        for (int64_t i = 0; i < n; ++i) {
+          kept |= keep[i * step];
+          s[i] = keep[i * step] ? s[i] : lowest;
+        }
+      }
+      return kept != 0;
+    }
+    F* staged = scratch_.at(3 * n_);
+    const F* add = staged;
+    if (step == 1)
+      add = widen(a_.mask_dtype, a_.mask, offset, n, staged);
+    else
+      for (int64_t i = 0; i < n; ++i) staged[i] = *widen(a_.mask_dtype, a_.mask, offset + i * step, 1, staged + i);
+#pragma omp simd reduction(| : kept)
+    for (int64_t i = 0; i < n; ++i) {
+      kept |= add[i] != lowest;
+      s[i] = add[i] == lowest ? lowest : s[i] + add[i];
+    }
+    return kept != 0;
+  }
+
+  const AttentionBlock& a_;
+  const Scratch<F> scratch_;
+  const int64_t n_;
+};
+
+template <class F>
+static void clear_outside(F* row, const BlockRow& r, int64_t columns) {
+  for (int64_t i = 0; i < r.begin; ++i) row[i] = F(0);
+  for (int64_t i = r.end; i < columns; ++i) row[i] = F(0);
+}
+
+template <class F>
+static void forward_block(const AttentionBlock& a, void* scores, F* logsumexp, int threads) {
+  const int64_t n = a.columns;
+  parallel_rows(a.heads * a.rows, n, threads, [&](int64_t first, int64_t last) {
+    RowOfScores<F> row_of(a, n);
+    const Scratch<F> scratch(n);
+    const DropoutRule rule = a.seed ? dropout_rule(a.dropout_p, uint64_t(*a.seed)) : DropoutRule{};
+    for (int64_t row = first; row < last; ++row) {
+      const BlockRow r = block_row(a, row);
+      const int64_t seen = r.end - r.begin;
+      const bool kept = row_of.form(r, scores, row);
+      F* s = row_of.scores();
+      F* out = target(a.dtype, scores, row * n, scratch.at(0));
+      clear_outside(out, r, n);
+      const F top = kept ? maximum_over<F>(seen, [=](int64_t i) { return s[i]; }) : F(0);
+      const Ahead ahead[] = {{a.dtype, scores, smaller(row + 1, last - 1) * n}};
+      const F sum = sum_over<F>(seen, [=](int64_t i) { return s[i] = exp_nonpositive(s[i] - top); }, ahead);
+      logsumexp[r.head * a.queries + r.query] = kept ? top + F(__builtin_log(double(sum))) : -infinity<F>();
+      const Quotient<F> quotient(sum);
+      F* p = out + r.begin;
+      if (a.seed) {
+        const int64_t index = (r.head * a.queries + r.query) * a.keys + a.first_key + r.begin;
+        with_factors<F>(rule, index, seen, [&](int64_t start, int64_t count, const F* factors) {
+#pragma omp simd
+          for (int64_t i = 0; i < count; ++i) p[start + i] = quotient(s[start + i]) * factors[i];
+        });
+      } else {
+#pragma omp simd
+        for (int64_t i = 0; i < seen; ++i) p[i] = quotient(s[i]);
+      }
+      narrow(a.dtype, out, scores, row * n, n);
+    }
+  });
+}
+
+// P from the scores as in forward, bit for bit; dS = P (dP - sum(P dP)), times the softcap's slope and the scale.
+template <bool kMasked, class F>
+static void backward_block(const AttentionBlock& a, void* scores, void* gradients, F* dbias, int threads) {
+  const int64_t n = a.columns;
+  parallel_rows(a.heads * a.rows, 2 * n, threads, [&](int64_t first, int64_t last) {
+    RowOfScores<F> row_of(a, n);
+    const Scratch<F> scratch(4 * n);
+    const DropoutRule rule = a.seed ? dropout_rule(a.dropout_p, uint64_t(*a.seed)) : DropoutRule{};
+    const F scale = F(a.scale);
+    for (int64_t row = first; row < last; ++row) {
+      const BlockRow r = block_row(a, row);
+      const int64_t seen = r.end - r.begin;
+      const bool kept = row_of.form(r, scores, row);
+      F* s = row_of.scores();
+      const F* dp = widen(a.dtype, gradients, row * n + r.begin, seen, scratch.at(0));
+      F* p_out = target(a.dtype, scores, row * n, scratch.at(n));
+      F* ds_out = target(a.dtype, gradients, row * n, scratch.at(2 * n));
+      const F top = kept ? maximum_over<F>(seen, [=](int64_t i) { return s[i]; }) : F(0);
+      const Ahead ahead[] = {{a.dtype, scores, smaller(row + 1, last - 1) * n},
+                             {a.dtype, gradients, smaller(row + 1, last - 1) * n}};
+      const F sum = sum_over<F>(seen, [=](int64_t i) { return s[i] = exp_nonpositive(s[i] - top); }, ahead);
+      const Quotient<F> quotient(sum);
+      F *p = p_out + r.begin, *ds = ds_out + r.begin;
+      const F* g = dp;
+      if (a.seed) {
+        F* dropped = scratch.at(3 * n);
+        const int64_t index = (r.head * a.queries + r.query) * a.keys + a.first_key + r.begin;
+        with_factors<F>(rule, index, seen, [&](int64_t start, int64_t count, const F* factors) {
+#pragma omp simd
+          for (int64_t i = 0; i < count; ++i) {
+            const F q = quotient(s[start + i]);
+            s[start + i] = q;
+            dropped[start + i] = dp[start + i] * factors[i];
+            p[start + i] = q * factors[i];
+          }
+        });
+        g = dropped;
+      } else {
+#pragma omp simd
+        for (int64_t i = 0; i < seen; ++i) p[i] = s[i] = quotient(s[i]);
+      }
+      const F dot =
+          dot_over<F>(seen, [=](int64_t i) { return s[i]; }, [=](int64_t i) { return kMasked && s[i] == F(0) ? F(0) : g[i]; });
+      if (dbias) {
+        F* db = dbias + row * n;
+#pragma omp simd
+        for (int64_t i = 0; i < seen; ++i) db[r.begin + i] = weighted(kMasked, s[i], g[i] - dot);
+        clear_outside(db, r, n);
+      }
+      if (a.softcap != 0) {
+        const F* t = row_of.capped();
+#pragma omp simd
+        for (int64_t i = 0; i < seen; ++i) {
+          const F slope = fused(-t[i], t[i], F(1));
+          ds[i] = weighted(kMasked, s[i], (g[i] - dot) * slope) * scale;
+        }
+      } else {
+#pragma omp simd
+        for (int64_t i = 0; i < seen; ++i) ds[i] = weighted(kMasked, s[i], g[i] - dot) * scale;
+      }
+      clear_outside(p_out, r, n);
+      clear_outside(ds_out, r, n);
+      narrow(a.dtype, p_out, scores, row * n, n);
+      narrow(a.dtype, ds_out, gradients, row * n, n);
+    }
+  });
+}
+
+void attention_forward(const AttentionBlock& block, void* scores, void* logsumexp, int threads) {
+  with_arithmetic(block.dtype, [&](auto type) {
+    using F = typename decltype(type)::type;
+    forward_block<F>(block, scores, static_cast<F*>(logsumexp), threads);
+  });
+}
+
+void attention_backward(const AttentionBlock& block, void* scores, void* gradients, void* dbias, int threads) {
+  with_arithmetic(block.dtype, [&](auto type) {
+    using F = typename decltype(type)::type;
+    const auto run = block.mask_kind == kNoMask ? backward_block<false, F> : backward_block<true, F>;
+    run(block, scores, gradients, static_cast<F*>(dbias), threads);
+  });
+}
+
+}  // namespace PYCKPT_ISA
+}  // namespace pyckpt

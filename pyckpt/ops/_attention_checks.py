@@ -1,0 +1,183 @@
+"""What attention asks of its arguments, and the errors that say so."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from ._attention_definition import Given, Options, wide_dtype
+from ._native import together
+from ._registry import describe, refused
+from .dropout import check_random
+
+
+def check_options(
+    dropout_p: float,
+    scale: float | None,
+    softcap: float,
+    window: int | tuple[int | None, int | None] | None,
+    causal_alignment: str,
+) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is not None and not isinstance(value, (int, float)):
+            raise TypeError(f"attention: {name} must be a float, got {type(value).__name__}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"attention: dropout_p has to be between 0 and 1, but got {dropout_p}")
+    if not 0.0 <= softcap < float("inf"):
+        raise ValueError(f"attention: softcap has to be positive, or 0 for none, but got {softcap}")
+    if causal_alignment not in ("top_left", "bottom_right"):
+        raise ValueError(
+            f"attention: causal_alignment must be 'top_left' or 'bottom_right', got {causal_alignment!r}"
+        )
+    sides = window if isinstance(window, (tuple, list)) else (window, window)
+    if len(sides) != 2 or any(not isinstance(side, (int, type(None))) for side in sides):
+        raise TypeError(
+            f"attention: window must be an int, a pair (left, right) of ints or None, got {window!r}"
+        )
+    if any(side is not None and side < 0 for side in sides):
+        raise ValueError(f"attention: window sizes must not be negative (None: unlimited), got {window!r}")
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> None:
+    """Of the public function: dtypes, devices, and all sizes but the leading ones, which may broadcast."""
+    for name, x in (("key", k), ("value", v)):
+        if x.dtype != q.dtype:
+            raise RuntimeError(
+                f"attention: {describe(name, x)} must have the dtype of {describe('query', q)}; convert it with .to()"
+            )
+        if x.device != q.device:
+            raise RuntimeError(
+                f"attention: {describe(name, x)} must be on the device of {describe('query', q)}; move it with .to()"
+            )
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if x.dim() < 2:
+            raise RuntimeError(
+                f"attention: {describe(name, x)} needs two dimensions or more: (..., heads, length, width)"
+            )
+    if k.shape[-1] != q.shape[-1]:
+        raise RuntimeError(
+            f"attention: {describe('key', k)} must have the width (last dimension) of {describe('query', q)}"
+        )
+    if v.shape[-2] != k.shape[-2]:
+        raise RuntimeError(
+            f"attention: {describe('value', v)} must have as many keys (dimension -2) as {describe('key', k)}"
+        )
+    if not grouped:
+        return
+    if min(q.dim(), k.dim(), v.dim()) < 3:
+        raise RuntimeError("attention: enable_gqa needs query, key and value of three dimensions or more")
+    if k.shape[-3] != v.shape[-3] or not k.shape[-3] or q.shape[-3] % k.shape[-3]:
+        raise RuntimeError(
+            f"attention: with enable_gqa the heads (dimension -3) of {describe('query', q)} must be a multiple of those of "
+            f"{describe('key', k)} and {describe('value', v)}"
+        )
+
+
+def check_mask(mask: Tensor, q: Tensor, scores: tuple[int, ...]) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(
+            f"attention: attn_mask must be a tensor, got {type(mask).__name__}; use torch.tensor(attn_mask)"
+        )
+    if mask.dtype not in (torch.bool, q.dtype):
+        raise RuntimeError(
+            f"attention: {describe('attn_mask', mask)} must be boolean (True = keep) or additive in the dtype of "
+            f"{describe('query', q)}; convert it, e.g. attn_mask.to(query.dtype)"
+        )
+    if mask.device != q.device:
+        raise RuntimeError(
+            f"attention: {describe('attn_mask', mask)} must be on the device of {describe('query', q)}; move it with .to()"
+        )
+    try:
+        mask.expand(scores)
+    except RuntimeError:
+        raise RuntimeError(
+            f"attention: {describe('attn_mask', mask)} cannot be broadcast to the scores of shape {tuple(scores)}: give every "
+            "dimension the score's size or 1, e.g. with attn_mask.unsqueeze()"
+        ) from None
+
+
+def check_slopes(slopes: Tensor, q: Tensor) -> None:
+    if not isinstance(slopes, Tensor) or not slopes.is_floating_point():
+        raise TypeError(f"attention: {describe('alibi_slopes', slopes)} must be a floating-point tensor")
+    if slopes.requires_grad:
+        raise RuntimeError(
+            "attention: alibi_slopes get no gradient; detach them, or pass the bias as attn_mask, which does"
+        )
+    if slopes.device != q.device or slopes.dim() not in (1, 2) or slopes.shape[-1] not in (1, q.shape[-3]):
+        raise RuntimeError(
+            f"attention: {describe('alibi_slopes', slopes)} must be of shape (heads,) or (batch, heads) for "
+            f"{describe('query', q)}"
+        )
+
+
+def check_bounds(name: str, bounds: Tensor, q: Tensor) -> None:
+    """Their values are read by the kernels, and looked at here only where that costs no synchronization."""
+    if not isinstance(bounds, Tensor) or bounds.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"attention: {describe(name, bounds)} must be a tensor of int32 or int64")
+    if bounds.dim() != 1 or not bounds.numel() or bounds.device != q.device:
+        raise RuntimeError(
+            f"attention: {describe(name, bounds)} must be of shape (sequences + 1,), on the device of {describe('query', q)}"
+        )
+
+
+def check_bound_values(name: str, bounds: list[int], length: int) -> None:
+    if bounds[0] != 0 or bounds[-1] > length or any(b < a for a, b in itertools.pairwise(bounds)):
+        raise RuntimeError(
+            f"attention: {name} must begin with 0, never fall and end at {length} at most, got {bounds[:8]}"
+            f"{'...' if len(bounds) > 8 else ''}"
+        )
+
+
+def check_arguments(q: Tensor, k: Tensor, v: Tensor, given: Given, options: Options) -> None:
+    """For raw calls, which no public function has checked, and for what saved-tensor hooks may have changed."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4 or x.dtype is not q.dtype or x.device != q.device:
+            raise refused(
+                f"{describe(name, x)} must have four dimensions, and the dtype and device of {describe('q', q)}"
+            )
+    check_random(q, given.seed, options.dropout_p)
+    batch, heads, queries, width = q.shape
+    if (
+        k.shape[0] != batch
+        or v.shape[:3] != k.shape[:3]
+        or k.shape[3] != width
+        or (heads % k.shape[1] if k.shape[1] else heads)
+    ):
+        raise refused(f"{describe('k', k)} and {describe('v', v)} do not fit {describe('q', q)}")
+    if given.mask is not None:
+        if given.mask.dim() != 4:
+            raise refused(f"{describe('mask', given.mask)} must have four dimensions")
+        check_mask(given.mask, q, (batch, heads, queries, k.shape[2]))
+    if given.slopes is not None and (
+        given.slopes.dtype is not wide_dtype(q)
+        or given.slopes.dim() != 2
+        or given.slopes.shape[0] not in (1, batch)
+        or given.slopes.shape[1] not in (1, heads)
+        or given.slopes.device != q.device
+    ):
+        raise refused(f"{describe('slopes', given.slopes)} do not fit {describe('q', q)}")
+    if (given.cu_seqlens_q is None) != (given.cu_seqlens_k is None):
+        raise refused("cu_seqlens_q and cu_seqlens_k are given together or not at all")
+    for name, bounds, length in (
+        ("cu_seqlens_q", given.cu_seqlens_q, queries),
+        ("cu_seqlens_k", given.cu_seqlens_k, k.shape[2]),
+    ):
+        if bounds is not None:
+            check_bounds(name, bounds, q)
+            if bounds.is_cpu:
+                check_bound_values(name, bounds.tolist(), length)
+    if given.cu_seqlens_q is not None and given.cu_seqlens_q.shape != given.cu_seqlens_k.shape:  # type: ignore[union-attr]
+        raise refused("cu_seqlens_q and cu_seqlens_k must count the same sequences")
+
+
+def check_backward(grad: Tensor, q: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor) -> None:
+    shape = (*q.shape[:3], v.shape[3])
+    for name, x in (("grad", grad), ("out", out)):
+        if x.shape != shape or not together(x, q) or x.dtype is not q.dtype:
+            raise refused(f"{describe(name, x)} does not fit {describe('q', q)} and {describe('v', v)}")
+    if logsumexp.shape != q.shape[:3] or logsumexp.dtype is not wide_dtype(q) or not logsumexp.is_cpu:
+        raise refused(f"{describe('logsumexp', logsumexp)} is not that of {describe('q', q)}")

@@ -1,0 +1,85 @@
+"""Backend ``triton_interpreted``: the Triton kernels run by Triton's interpreter, on CPU tensors. For tests without a GPU."""
+
+import inspect
+import os
+
+import numpy as np
+import torch
+
+from pyckpt import backends
+from pyckpt.ops import _triton
+
+NAME = "triton_interpreted"
+LANGUAGE = {"triton.language", "triton.language.core"}
+
+
+def _to_bfloat16(single):
+    """Rounded to nearest even, as hardware does it; the interpreter cuts off. NaN stays NaN."""
+    bits = single.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(single), 0x7FFF, rounded).astype(np.uint16)
+
+
+def _as_hardware_does():
+    """The interpreter rounds where hardware does not, and otherwise than hardware does; both would be judged here."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast = InterpreterBuilder.cast_impl
+
+    def cast_impl(self, source, dtype):
+        pair = source.dtype.scalar, dtype.scalar
+        if pair == (tl.float32, tl.bfloat16):
+            return TensorHandle(_to_bfloat16(np.ascontiguousarray(source.data)), tl.bfloat16)
+        if pair == (tl.bfloat16, tl.float32):
+            return TensorHandle((source.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        return cast(self, source, dtype)
+
+    def create_fma(self, x, y, z):
+        wide = np.longdouble if x.data.dtype == np.float64 else np.float64
+        exact = x.data.astype(wide) * y.data.astype(wide) + z.data
+        return TensorHandle(exact.astype(x.data.dtype), z.dtype.scalar)
+
+    InterpreterBuilder.cast_impl = cast_impl
+    InterpreterBuilder.create_fma = create_fma
+
+
+def _spare_work():
+    """The interpreter exchanges triton.language's functions at every call of a jitted function from another, where once is
+    enough, and copies memory to the host and back, where it is: more than half of a test's time."""
+    from triton.runtime import interpreter
+
+    interpreter.GridExecutor._init_args_hst = lambda self, arguments, options: (arguments, options)
+    interpreter.GridExecutor._restore_args_dev = lambda self, *_: None
+
+    patch, active = interpreter._patch_lang, {}  # by the modules of Triton's that a function refers to
+
+    class Outermost:
+        def restore(self):
+            for scope in reversed(active.values()):
+                scope.restore()
+            active.clear()
+
+    def patch_once(function):
+        modules = (
+            frozenset(v.__name__ for v in function.__globals__.values() if inspect.ismodule(v)) & LANGUAGE
+        )
+        if modules not in active:
+            active[modules] = patch(function)
+        return Outermost()
+
+    interpreter._patch_lang = patch_once
+
+
+def register():
+    """Adds the backend; unavailable, with the reason, beside a GPU or without Triton. Before Triton is imported."""
+    if torch.cuda.is_available():
+        reason = "there is a GPU, on which backend triton runs"
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"
+        reason = backends.triton_problem()
+    if not reason:
+        _as_hardware_does()
+        _spare_work()
+    backends.register(NAME, "cpu", reason)
+    _triton.register(NAME)
