@@ -134,8 +134,9 @@ def select(device_type: str, op: str = "") -> str:
 def _of_several(device_type: str, op: str) -> str:
     if device_type != "cuda":
         return "reference"
-    names = [ON_CUDA.get(op, ("triton",))[0], "triton", *(() if torch.version.hip else ("cuda",))]
-    return next((name for name in names if _backends[name].available), "reference")
+    names = [ON_CUDA.get(op, ("triton",))[0], "triton", "cuda"]
+    usable = (name for name in names if not (name == "cuda" and torch.version.hip))
+    return next((name for name in usable if _backends[name].available), "reference")
 
 
 _warned_disabled = False

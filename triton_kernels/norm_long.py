@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,12 +28,16 @@ from ._common import (
 )
 from ._norm_tiles import affine, input_gradient, load_weight, normalised, read_statistics, row_offsets
 
-WARPS = 16
 BLOCKS, ROWS, COLUMNS = (
     64,
     8,
     256,
 )  # of the kernel for parameter gradients: blocks of rows at most; the tile of one step
+
+
+def _warps() -> int:
+    """8 elements a thread: of a piece in bfloat16 one access of 16 bytes."""
+    return 8 if torch.version.hip else 16
 
 
 @triton.jit(do_not_specialize=["rows", "eps", "first"], do_not_specialize_on_alignment=["inner"])
@@ -92,7 +97,7 @@ def _forward(
 def forward(rows: int, y: Tensor, arguments: tuple[Any, ...], options: dict[str, bool]) -> None:
     for first in range(0, rows, MAX_GRID):
         programs = min(MAX_GRID, rows - first)
-        launch(_forward, programs, y, *arguments, first, **options, COLUMNS=PIECE, num_warps=WARPS)
+        launch(_forward, programs, y, *arguments, first, **options, COLUMNS=PIECE, num_warps=_warps())
 
 
 @triton.jit(do_not_specialize=["rows", "first"], do_not_specialize_on_alignment=["inner", "grad_inner"])
@@ -168,7 +173,7 @@ def backward(blocks: int, x: Tensor, operands: tuple[Any, ...], layer: bool) -> 
         arguments = grad, x, weight, statistics, dx, rows, n, *views
         for first in range(0, rows, MAX_GRID):
             programs = min(MAX_GRID, rows - first)
-            launch(_backward, programs, x, *arguments, first, LAYER=layer, COLUMNS=PIECE, num_warps=WARPS)
+            launch(_backward, programs, x, *arguments, first, LAYER=layer, COLUMNS=PIECE, num_warps=_warps())
     if partial is not None:
         steps = divide_up(divide_up(rows, ROWS), blocks)
         launch(
