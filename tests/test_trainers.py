@@ -1,198 +1,266 @@
-"""Training through other libraries' loops: the same losses to the last bit as without the engine, and less memory."""
+"""Training loops of other libraries around converted models: the same losses and weights with the engine as without."""
 
-import copy
+import contextlib
 
 import pytest
 import torch
 from torch import nn
 
 import pyckpt
-from tests._engine import assert_same, blocks
+from pyckpt import engine
 
-pytestmark = pytest.mark.usefixtures("unlearned", "one_thread")
+transformers = pytest.importorskip("transformers")
+
+STEPS = 4
+ROWS, TOKENS, VOCABULARY = 4, 48, 96
 
 
-def losses_of(history):
-    return [entry["loss"] for entry in history if "loss" in entry]
-
-
-def bert(transformers, **kwargs):
-    config = transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=50,
-        max_position_embeddings=64, attention_probs_dropout_prob=0.0, **kwargs,
-    )  # fmt: skip
+def make_model(name="gpt2", **options):
     torch.manual_seed(0)
-    return transformers.BertForMaskedLM(config)
+    common = {"vocab_size": VOCABULARY, **options}
+    config = {
+        "gpt2": lambda: transformers.GPT2Config(n_embd=64, n_layer=3, n_head=2, n_positions=TOKENS, **common),
+        "llama": lambda: transformers.LlamaConfig(
+            hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2, **common
+        ),
+    }[name]()
+    config.use_cache = False
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
-class Tokens(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        ids = torch.arange(index, index + 16) % 50
-        return {"input_ids": ids, "labels": ids}
+def rows(count=STEPS * ROWS * 2):
+    ids = torch.randint(VOCABULARY, (count, TOKENS), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in ids]
 
 
-@pytest.fixture
-def train(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
+@contextlib.contextmanager
+def counted():
+    """The number of tensors that regions rebuild, as a list of one number."""
+    total = [0]
+    original = engine.leave
 
-    def run(prepare, model=None, **options):
-        """The trainer after three steps, `prepare` called before."""
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), max_steps=3, per_device_train_batch_size=4, logging_steps=1, report_to=[], save_strategy="no",
-            use_cpu=True, seed=3, disable_tqdm=True, dataloader_pin_memory=False, **options,
-        )  # fmt: skip
-        trainer = transformers.Trainer(model or bert(transformers), arguments, train_dataset=Tokens())
-        callback = prepare(trainer)
-        trainer.train()
-        return trainer, callback
+    def leave(owner, failed=False):
+        region = next((r for key, r in reversed(engine.regions.stack) if key is owner), None)
+        original(owner, failed)
+        total[0] += region.rebuilt if region is not None else 0
 
-    return run
+    from pyckpt import _installation
 
-
-def converted_only(trainer):
-    pyckpt.convert(trainer.model, recompute=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_installation, "leave", leave)
+        yield total
 
 
-def attached(policy="pointwise", **options):
-    from pyckpt.integrations.trainer import attach
+def hf_trainer(model, directory, **options):
+    arguments = transformers.TrainingArguments(
+        output_dir=str(directory),
+        per_device_train_batch_size=ROWS,
+        max_steps=STEPS,
+        learning_rate=1e-3,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        seed=3,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **{"save_strategy": "no", **options},
+    )
+    return transformers.Trainer(model=model, args=arguments, train_dataset=rows())
 
-    return lambda trainer: attach(trainer, policy, **options)
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def same(runs):
+    (first, weights), *others = runs
+    for losses_of, weights_of in others:
+        assert losses_of == first
+        assert all(torch.equal(a, b) for a, b in zip(weights, weights_of, strict=True))
+
+
+def weights_of(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}, {"bf16": True}],
-    ids=["plain", "gradient checkpointing", "accumulation", "bf16"],
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"bf16": True},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ],
+    ids=lambda o: "-".join(o) or "plain",
 )
-def test_hugging_face_trainer(train, options):
-    plain, _ = train(converted_only, **options)
-    ours, callback = train(attached(), **options)
-    assert losses_of(ours.state.log_history) == losses_of(plain.state.log_history)
-    assert_same(list(ours.model.state_dict().values()), list(plain.model.state_dict().values()))
-    entries = [entry for entry in ours.state.log_history if "loss" in entry]
-    assert len(entries) == 3 and all(entry["pyckpt/recomputed"] > 0 for entry in entries)
-    assert callback.monitor.total.recomputed == sum(entry["pyckpt/recomputed"] for entry in entries)
-    assert pyckpt.report(ours.model).recompute
+def test_hugging_face_trainer(name, options, tmp_path):
+    pytest.importorskip("accelerate")
+    runs = []
+    for on in (False, True):
+        model = pyckpt.convert(make_model(name), recompute=on)
+        trainer = hf_trainer(model, tmp_path, **options)
+        with counted() as rebuilt:
+            trainer.train()
+        assert bool(rebuilt[0]) is on
+        assert len(losses(trainer)) == STEPS
+        runs.append((losses(trainer), weights_of(model)))
+    same(runs)
 
 
-def test_callback_of_a_trainer(train, tmp_path):
-    """Given as any other callback; loggers in front of which it is put get the values."""
-    import transformers
-
-    from pyckpt.integrations.trainer import RecomputeCallback, attach
-
-    seen = []
-
-    class Logger(transformers.TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            seen.append(dict(logs))
-
-    ours, _ = train(lambda trainer: trainer.add_callback(RecomputeCallback("linear", keep=False)))
-    assert not pyckpt.report(ours.model).swapped and not pyckpt.report(ours.model).recompute
-    assert ours.state.log_history[0]["pyckpt/recomputed"] > 0
-
-    def prepare(trainer):
-        trainer.add_callback(Logger)
-        return attach(trainer)
-
-    train(prepare)
-    assert seen[0]["pyckpt/recomputed"] > 0
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("before", [True, False])
+def test_gradient_checkpointing_enabled_before_or_after_conversion(before, use_reentrant, tmp_path):
+    pytest.importorskip("accelerate")
+    runs = []
+    for recompute in (False, True):
+        model = make_model()
+        enable = lambda m=model: m.gradient_checkpointing_enable({"use_reentrant": use_reentrant})  # noqa: E731
+        if before:
+            enable()
+        pyckpt.convert(model, recompute=recompute)
+        if not before:
+            enable()
+        assert model.is_gradient_checkpointing
+        trainer = hf_trainer(model, tmp_path)
+        trainer.train()
+        runs.append((losses(trainer), weights_of(model)))
+    same(runs)
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_gradient_checkpointing_before_or_after_convert(order):
-    transformers = pytest.importorskip("transformers")
-    plain = pyckpt.convert(bert(transformers, hidden_dropout_prob=0.0), recompute=False).train()
-    model = copy.deepcopy(plain)
-    if order == "before":
-        model.gradient_checkpointing_enable()
-    pyckpt.convert(model)
-    if order == "after":
-        model.gradient_checkpointing_enable()
-    batch = {name: t[None] for name, t in Tokens()[0].items()}
-    for m in (plain, model):
-        m(**batch).loss.backward()
-    assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+def test_checkpoints_of_the_trainer_resume_in_either_form(tmp_path):
+    pytest.importorskip("accelerate")
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # whose masks are not torch's
+    trainer = hf_trainer(
+        pyckpt.convert(make_model(**no_dropout)), tmp_path, save_strategy="steps", save_steps=2
+    )
+    trainer.train()
+    whole = losses(trainer)
+    for convert in (True, False):
+        model = make_model(**no_dropout)
+        if convert:
+            pyckpt.convert(model)
+        again = hf_trainer(model, tmp_path / "again")
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        resumed = losses(again)[-2:]
+        if convert:
+            assert resumed == whole[-2:]
+        else:  # other kernels
+            torch.testing.assert_close(torch.tensor(resumed), torch.tensor(whole[-2:]), rtol=1e-4, atol=0)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), trainer.model.parameters(), strict=True))
 
 
-def test_lora(train):
-    peft = pytest.importorskip("peft")
-    transformers = pytest.importorskip("transformers")
-
-    def model():
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=50
-        )
-        base = transformers.LlamaForCausalLM(config)
-        return peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-
-    plain, _ = train(converted_only, model())
-    for policy in ("pointwise", "linear"):
-        ours, callback = train(attached(policy), model())
-        assert losses_of(ours.state.log_history) == losses_of(plain.state.log_history)
-        assert callback.monitor.total.recomputed > 0
-
-
-def test_accelerate():
+def test_accelerate(tmp_path):
     accelerate = pytest.importorskip("accelerate")
-
-    def run(on):
-        torch.manual_seed(0)
-        model = pyckpt.convert(nn.Sequential(blocks(2), nn.Linear(32, 1)), recompute=on)
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-        data = torch.utils.data.DataLoader(torch.randn(16, 32, generator=torch.Generator().manual_seed(0)), 4)
-        model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data)
-        for batch in data:
-            with accelerator.accumulate(model):
-                accelerator.backward(model(batch).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-        return list(accelerator.unwrap_model(model).state_dict().values())
-
-    expected = run(False)
-    for policy in (True, "mlp", "linear"):
-        assert_same(run(policy), expected)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    runs = []
+    for on in (False, True):
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
+        model = pyckpt.convert(make_model(), recompute=on)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        loader = torch.utils.data.DataLoader(rows(), batch_size=ROWS)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        history = []
+        torch.manual_seed(5)
+        with counted() as rebuilt:
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    loss = model(**batch).loss
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                history.append(loss.item())
+        assert bool(rebuilt[0]) is on
+        runs.append((history, weights_of(accelerator.unwrap_model(model))))
+    same(runs)
 
 
 def test_lightning(tmp_path):
-    lightning = pytest.importorskip("lightning.pytorch")
-    from pyckpt.integrations.lightning import RecomputeCallback
+    lightning = pytest.importorskip("lightning")
 
     class Module(lightning.LightningModule):
-        def __init__(self):
+        def __init__(self, on):
             super().__init__()
-            torch.manual_seed(0)
-            self.model = nn.Sequential(blocks(2), nn.Linear(32, 1))
+            self.model = pyckpt.convert(make_model(), recompute=on)
+            self.history = []
 
         def training_step(self, batch, index):
-            return self.model(batch).square().mean()
+            loss = self.model(**batch).loss
+            self.history.append(loss.item())
+            return loss
 
         def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    def run(callbacks, module):
-        lightning.seed_everything(0, verbose=False)
+    runs = []
+    for on in (False, True):
+        module = Module(on)
         trainer = lightning.Trainer(
-            max_steps=3, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks, log_every_n_steps=1,
+            max_steps=STEPS,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            accumulate_grad_batches=2,
             default_root_dir=tmp_path,
-        )  # fmt: skip
-        trainer.fit(module, torch.utils.data.DataLoader(torch.randn(12, 32), 4))
-        return trainer
+        )
+        torch.manual_seed(5)
+        with counted() as rebuilt:
+            trainer.fit(module, torch.utils.data.DataLoader(rows(), batch_size=ROWS))
+        assert bool(rebuilt[0]) is on
+        runs.append((module.history, weights_of(module)))
+    same(runs)
 
-    plain = Module()
-    pyckpt.convert(plain.model, recompute=False)
-    run([], plain)
-    ours, callback = Module(), RecomputeCallback("linear")
-    trainer = run([callback], ours)
-    assert_same(list(ours.state_dict().values()), list(plain.state_dict().values()))
-    assert callback.monitor.total.recomputed > 0 and pyckpt.report(ours.model).recompute
-    assert trainer.logged_metrics["pyckpt/recomputed"] > 0
-    undone = Module()
-    run([RecomputeCallback(keep=False, monitor=False)], undone)
-    assert not pyckpt.report(undone.model).swapped
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_lora(name, before):
+    """Frozen weights are neither saved for their own sake nor changed; adapters train as without the engine."""
+    peft = pytest.importorskip("peft")
+    targets = {"gpt2": ["c_attn", "c_fc", "c_proj"], "llama": ["q_proj", "v_proj", "up_proj", "down_proj"]}[
+        name
+    ]
+    runs = []
+    for on in (False, True):
+        model = make_model(name)
+        if before:
+            pyckpt.convert(model, recompute=on)
+        torch.manual_seed(2)
+        config = peft.LoraConfig(r=4, target_modules=targets, lora_dropout=0.1, task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, config)
+        if not before:
+            pyckpt.convert(model, recompute=on)
+        frozen = [p.clone() for p in model.parameters() if not p.requires_grad]
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        history = []
+        torch.manual_seed(5)
+        with counted() as rebuilt:
+            for batch in torch.utils.data.DataLoader(rows(), batch_size=ROWS):
+                loss = model(**batch).loss
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                history.append(loss.item())
+        assert bool(rebuilt[0]) is on
+        assert history[-1] != history[0]
+        same([([], frozen), ([], [p for p in model.parameters() if not p.requires_grad])])
+        runs.append((history, weights_of(model)))
+    same(runs)
+
+
+def test_linear_probing_keeps_nothing_of_the_frozen_body():
+    model = pyckpt.convert(
+        nn.Sequential(*(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+    )
+    model.requires_grad_(False)
+    head = nn.Linear(64, 8)
+    x = torch.randn(512, 64)
+
+    def forward():
+        return head(model(x)).square().mean()
+
+    # The head's input, and what the loss keeps: the head's output.
+    assert pyckpt.memory.saved_bytes(forward, warmup=1) < x.nbytes + 2 * 512 * 8 * 4 + 4096
