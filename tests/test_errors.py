@@ -363,7 +363,10 @@ def test_raw_backward_with_a_gradient_that_does_not_fit(wrong, backend):
     x, statistics, seed = _f(4, C), torch.ones(3, 4), torch.zeros(1, dtype=torch.int64)
     ops, wrong = torch.ops.pyckpt, wrong.to(x.device)
     wanted = (True, False, False)
+    q = x.view(1, 1, 4, C)
+    heads = (q, q, q, None, None, None, None, None, 1.0, None, None, False, 0.0, 0.0, q, torch.zeros(1, 1, 4))
     for call in (
+        lambda: ops.attention_bwd(wrong, *heads, [True] * 4),
         lambda: ops.gelu_bwd(wrong, x, "none"),
         lambda: ops.silu_bwd(wrong, x),
         lambda: ops.relu_bwd(wrong, x),

@@ -179,5 +179,5 @@ def check_backward(grad: Tensor, q: Tensor, v: Tensor, out: Tensor, logsumexp: T
     for name, x in (("grad", grad), ("out", out)):
         if x.shape != shape or not together(x, q) or x.dtype is not q.dtype:
             raise refused(f"{describe(name, x)} does not fit {describe('q', q)} and {describe('v', v)}")
-    if logsumexp.shape != q.shape[:3] or logsumexp.dtype is not wide_dtype(q) or not logsumexp.is_cpu:
+    if logsumexp.shape != q.shape[:3] or logsumexp.dtype is not wide_dtype(q) or not together(logsumexp, q):
         raise refused(f"{describe('logsumexp', logsumexp)} is not that of {describe('q', q)}")

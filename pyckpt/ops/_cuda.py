@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import activation, dropout, norm, softmax
-from ._native import Kernels
+from ._native import Native
 from ._registry import DTYPES
 
 
@@ -27,6 +27,6 @@ def _partial_sums(x: Tensor, rows: int, columns: int) -> Tensor:
 
 def register(backend: str, module: Any) -> None:
     """Lets the kernels of `module` (``_C.cuda``) compute every op on `backend`."""
-    kernels = Kernels(backend, module, _where, _partial_sums)
+    kernels = Native(backend, module, _where, _partial_sums)
     for family in (activation, dropout, norm, softmax):
         family.register(kernels)

@@ -14,20 +14,8 @@ from torch import Tensor
 
 from .. import backends
 from . import activation, dropout, norm, softmax
-from ._native import (
-    as_rows,
-    check_grad,
-    columns_adjacent,
-    contiguous_like,
-    dense,
-    elementwise_view,
-    resolved,
-    strided,
-)
-from ._norm_checks import check_arguments, check_backward, check_statistics
-from ._norm_definition import rows_and_columns
-from ._softmax_checks import check_arguments as check_scores
-from ._softmax_checks import check_statistics as check_rows
+from ._kernels import RowView
+from ._native import columns_adjacent
 from ._softmax_definition import Options
 
 
@@ -47,90 +35,6 @@ def kernels(family: str) -> ModuleType:
     common: Any = importlib.import_module("pyckpt.triton_kernels._common")
     common.autotune = backends.triton_autotune()
     return module
-
-
-def _ordered_view(x: Tensor, y: Tensor) -> list[int]:
-    return [] if x.is_contiguous() and y.is_contiguous() else elementwise_view(x, y, ordered=True)
-
-
-def _activation_forward(op: int, x: Tensor) -> Tensor:
-    x = resolved(x)
-    y = torch.empty_like(x)
-    view = [] if x.is_contiguous() else elementwise_view(x, y)
-    kernels("activation").forward(op, x, y, view)
-    return y
-
-
-def _activation_backward(op: int, grad: Tensor, x: Tensor) -> Tensor:
-    grad = strided(grad)
-    check_grad(grad, x)
-    grad, x = resolved(grad), resolved(x)
-    dx = torch.empty_like(x)
-    view = [] if grad.is_contiguous() and x.is_contiguous() else elementwise_view(grad, x, dx)
-    kernels("activation").backward(op, grad, x, dx, view)
-    return dx
-
-
-def _dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    x = resolved(strided(x))
-    y = torch.empty_like(x)
-    kernels("dropout").forward(x, y, seed, p, _ordered_view(x, y))
-    return y
-
-
-def _norm_forward(
-    kind: int,
-    x: Tensor,
-    shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    statistics: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(y, statistics), or y again from the statistics given."""
-    recompute = statistics is not None
-    rows, columns = rows_and_columns(x, shape)
-    if statistics is None:
-        statistics = norm._new_statistics(kind, x, rows)
-    y = contiguous_like(x)
-    rows_of_x, view = as_rows(x, len(shape), columns)
-    kernels("norm").forward(kind, rows_of_x, view, dense(weight), dense(bias), eps, y, statistics, recompute)
-    return y, statistics
-
-
-def _norm_recompute(
-    kind: int, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, statistics: Tensor
-) -> Tensor:
-    check_arguments(x, shape, weight, bias)
-    check_statistics(kind, x, rows_and_columns(x, shape)[0], statistics)
-    return _norm_forward(kind, x, shape, weight, bias, 0.0, statistics.contiguous())[0]
-
-
-def _norm_backward(
-    kind: int,
-    grad: Tensor,
-    x: Tensor,
-    shape: Sequence[int],
-    weight: Tensor | None,
-    statistics: Tensor,
-    eps: float,
-    float32_parameters: bool,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, columns = rows_and_columns(x, shape)
-    parameter_dtype = torch.float32 if float32_parameters else x.dtype
-    grad = strided(grad)
-    check_backward(grad, x, shape, weight, parameter_dtype)
-    check_statistics(kind, x, rows, statistics)
-    rows_of_x, view = as_rows(x, len(shape), columns)
-    rows_of_grad, grad_view = as_rows(grad, len(shape), columns)
-    weight = dense(weight)
-    gradients = norm._new_gradients(x, shape, weight, parameter_dtype, wanted)
-    kernels("norm").backward(
-        kind, rows_of_grad, grad_view, rows_of_x, view, weight, eps, statistics.contiguous(),
-        *(t if wants else None for t, wants in zip(gradients, wanted, strict=True)),
-    )  # fmt: skip
-    return gradients
 
 
 def _leading(
@@ -169,7 +73,7 @@ def _scores(
     x = columns_adjacent(x)
     grad = None if grad is None else columns_adjacent(grad)
     if mask is not None:
-        mask = resolved(mask).expand(x.shape)
+        mask = mask.expand(x.shape)
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     given = [t for t in (mask, grad) if t is not None]
     found = _leading(x, given, keep_last=causal is not None)
@@ -186,72 +90,56 @@ def _scores(
     return scores, grad, strides[-1]
 
 
-def _softmax_forward(
-    x: Tensor, mask: Tensor | None, options: Options, statistics: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(y, statistics), or y again from the statistics given."""
-    recompute = statistics is not None
-    if statistics is None:
-        statistics = softmax._new_statistics(x)
-    y = contiguous_like(x)
-    kernels("softmax").forward(_scores(x, mask, options)[0], y, statistics, recompute)
-    return y, statistics
+class Triton:
+    """The Triton kernels on one backend."""
 
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
 
-def _softmax_recompute(x: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
-    *values, statistics = rest
-    options = Options(*values)
-    check_scores(x, mask, options)
-    check_rows(x, statistics)
-    return _softmax_forward(x, mask, options, statistics.contiguous())[0]
+    def activation_forward(self, *arguments: Any) -> None:
+        kernels("activation").forward(*arguments)
 
+    def activation_backward(self, *arguments: Any) -> None:
+        kernels("activation").backward(*arguments)
 
-def _softmax_backward(grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor:
-    grad = strided(grad)
-    check_grad(grad, y)
-    dx, y = contiguous_like(y), resolved(y).contiguous()
-    scores = _scores(grad, None, Options())[0]
-    kernels("softmax").backward(scores, scores.x, y, dx, masked, scale)
-    return dx
+    def dropout(self, x: Tensor, y: Tensor, view: Sequence[int], p: float, seed: Tensor) -> None:
+        kernels("dropout").forward(x, y, seed, p, view)
 
+    def norm_forward(self, kind: int, x: Tensor, view: RowView, columns: int, *rest: Any) -> None:
+        kernels("norm").forward(kind, x, view, *rest)
 
-def _softmax_dropout_backward(grad: Tensor, x: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
-    *values, statistics, grad_scale = rest
-    options, grad = Options(*values), strided(grad)
-    check_scores(x, mask, options)
-    check_rows(x, statistics)
-    check_grad(grad, x)
-    dx = contiguous_like(x)
-    scores, grad, grad_strides = _scores(x, mask, options, grad)
-    kernels("softmax").dropout_backward(scores, grad, grad_strides, dx, statistics.contiguous(), grad_scale)
-    return dx
+    def norm_backward(
+        self, kind: int, grad: Tensor, grad_view: RowView, x: Tensor, view: RowView, columns: int, *rest: Any
+    ) -> None:
+        kernels("norm").backward(kind, grad, grad_view, x, view, *rest)
+
+    def softmax_forward(
+        self, x: Tensor, mask: Tensor | None, options: Options, y: Tensor, statistics: Tensor, recompute: bool
+    ) -> None:
+        kernels("softmax").forward(_scores(x, mask, options)[0], y, statistics, recompute)
+
+    def softmax_backward(self, grad: Tensor, y: Tensor, dx: Tensor, masked: bool, scale: float) -> None:
+        scores = _scores(grad, None, Options())[0]
+        kernels("softmax").backward(scores, scores.x, y, dx, masked, scale)
+
+    def softmax_dropout_backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        mask: Tensor | None,
+        options: Options,
+        statistics: Tensor,
+        dx: Tensor,
+        grad_scale: float,
+    ) -> None:
+        scores, grad, grad_strides = _scores(x, mask, options, grad)
+        kernels("softmax").dropout_backward(scores, grad, grad_strides, dx, statistics, grad_scale)
 
 
 def register(backend: str) -> None:
-    """Makes these the ops' kernels on `backend`."""
-    activation.gelu_fwd.kernel(backend)(
-        lambda x, approximate: _activation_forward(activation._GELU_CODES[approximate], x)
-    )
-    activation.gelu_bwd.kernel(backend)(
-        lambda grad, x, approximate: _activation_backward(activation._GELU_CODES[approximate], grad, x)
-    )
-    for code, fwd, bwd in (
-        (2, activation.silu_fwd, activation.silu_bwd),
-        (3, activation.relu_fwd, activation.relu_bwd),
-    ):
-        fwd.kernel(backend)(functools.partial(_activation_forward, code))
-        bwd.kernel(backend)(functools.partial(_activation_backward, code))
-    dropout.dropout_op.kernel(backend)(_dropout)
-    for of in (norm._layer_norm, norm._rms_norm):
-        of.fwd.kernel(backend)(of._with_bias(_norm_forward))
-        of.bwd.kernel(backend)(functools.partial(_norm_backward, of.kind))
-        of.recompute.kernel(backend)(of._with_bias(_norm_recompute))
-    softmax.softmax_fwd.kernel(backend)(
-        lambda x, mask, *options: _softmax_forward(x, mask, Options(*options))
-    )
-    softmax.softmax_recompute.kernel(backend)(_softmax_recompute)
-    softmax.softmax_bwd.kernel(backend)(_softmax_backward)
-    softmax.softmax_dropout_bwd.kernel(backend)(_softmax_dropout_backward)
+    """Makes these the kernels of every op on `backend`."""
+    for family in (activation, dropout, norm, softmax):
+        family.register(Triton(backend))
 
 
 register("triton")

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._records import regions
-from ._native import CPU, Kernels, check_grad, code, elementwise_view, resolved, strided
+from ._kernels import Kernels
+from ._native import CPU, check_grad, elementwise_view, resolved, strided
 from ._registry import (
     DTYPES,
     Function,
@@ -137,9 +138,7 @@ def _forward(kernels: Kernels, op: int, x: Tensor) -> Tensor:
     x = resolved(x)
     y = torch.empty_like(x)
     view = [] if x.is_contiguous() else elementwise_view(x, y)
-    kernels.module.activation_forward(
-        op, code(x), x.data_ptr(), y.data_ptr(), x.numel(), view, kernels.where(x)
-    )
+    kernels.activation_forward(op, x, y, view)
     return y
 
 
@@ -149,9 +148,7 @@ def _backward(kernels: Kernels, op: int, grad: Tensor, x: Tensor) -> Tensor:
     grad, x = resolved(grad), resolved(x)
     dx = torch.empty_like(x)
     view = [] if grad.is_contiguous() and x.is_contiguous() else elementwise_view(grad, x, dx)
-    kernels.module.activation_backward(
-        op, code(x), grad.data_ptr(), x.data_ptr(), dx.data_ptr(), x.numel(), view, kernels.where(x)
-    )
+    kernels.activation_backward(op, grad, x, dx, view)
     return dx
 
 

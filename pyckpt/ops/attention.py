@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ._attention_checks import (
     check_arguments,
+    check_backward,
     check_bound_values,
     check_bounds,
     check_mask,
@@ -123,9 +124,15 @@ def _apply(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]
     return AttentionFunction.apply(q, k, v, given.mask, given, options, True)
 
 
+def _bwd_guard(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
+    *arguments, out, logsumexp, _ = rest
+    check_arguments(q, k, v, *split(arguments))
+    check_backward(grad, q, v, out, logsumexp)
+
+
 attention_fwd.differentiable(_apply)
 attention_fwd.guard = lambda q, k, v, *rest: check_arguments(q, k, v, *split(rest))
-attention_bwd.guard = lambda grad, q, k, v, *rest: check_arguments(q, k, v, *split(rest))
+attention_bwd.guard = _bwd_guard
 attention_fwd.kernel("cpu")(cpu_fwd)
 attention_bwd.kernel("cpu")(cpu_bwd)
 

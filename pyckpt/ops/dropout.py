@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._native import CPU, Kernels, code, elementwise_view, resolved, strided
+from ._kernels import Kernels
+from ._native import CPU, elementwise_view, resolved, strided
 from ._registry import (
     DTYPES,
     Function,
@@ -130,9 +131,7 @@ def _dropout(kernels: Kernels, x: Tensor, seed: Tensor, p: float) -> Tensor:
         return y
     y = torch.empty_like(x)
     view = [] if x.is_contiguous() else elementwise_view(x, y, ordered=True)
-    kernels.module.dropout(
-        code(x), x.data_ptr(), y.data_ptr(), x.numel(), view, p, seed.data_ptr(), kernels.where(x)
-    )
+    kernels.dropout(x, y, view, p, seed)
     return y
 
 

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._native import CPU, Kernels, address, as_rows, check_grad, code, contiguous_like, dense, strided
+from ._kernels import Kernels
+from ._native import CPU, as_rows, check_grad, contiguous_like, dense, strided
 from ._norm_checks import check_arguments, check_backward, check_statistics, lowered_problem, problem
 from ._norm_definition import (
     LAYER,
@@ -86,12 +87,8 @@ def _forward(
         statistics = _new_statistics(kind, x, rows)
     y = contiguous_like(x)
     rows_of_x, view = as_rows(x, len(shape), columns)
-    weight, bias = dense(weight), dense(bias)
-    parameter = weight if weight is not None else bias if bias is not None else x
-    kernels.module.norm_forward(
-        kind, code(x), code(parameter), rows, columns, eps, rows_of_x.data_ptr(), view, address(weight),
-        address(bias), y.data_ptr(), statistics.data_ptr(), recompute, kernels.where(x),
-    )  # fmt: skip
+    parameters = dense(weight), dense(bias)
+    kernels.norm_forward(kind, rows_of_x, view, columns, *parameters, eps, y, statistics, recompute)
     return y, statistics
 
 
@@ -128,17 +125,13 @@ def _bwd(
     check_statistics(kind, x, rows, statistics)
     rows_of_x, view = as_rows(x, len(shape), columns)
     rows_of_grad, grad_view = as_rows(grad, len(shape), columns)
-    weight, statistics = dense(weight), statistics.contiguous()
-    # An empty tensor's address is 0, which tells the kernel that a gradient is not wanted.
-    dx, dweight, dbias = _new_gradients(x, shape, weight, parameter_dtype, wanted)
-    sums = kernels.partial_sums(x, rows, columns) if wanted[1] or wanted[2] else None
-    kernels.module.norm_backward(
-        kind, code(x), DTYPES[parameter_dtype][0], rows, columns, eps, rows_of_x.data_ptr(), view,
-        address(weight), rows_of_grad.data_ptr(), grad_view, statistics.data_ptr(), dx.data_ptr(),
-        dweight.data_ptr(), dbias.data_ptr(), address(sums), 1 if sums is None else sums.shape[0],
-        kernels.where(x),
+    weight = dense(weight)
+    gradients = _new_gradients(x, shape, weight, parameter_dtype, wanted)
+    kernels.norm_backward(
+        kind, rows_of_grad, grad_view, rows_of_x, view, columns, weight, eps, statistics.contiguous(),
+        *(t if w else None for t, w in zip(gradients, wanted, strict=True)),
     )  # fmt: skip
-    return dx, dweight, dbias
+    return gradients
 
 
 def _bwd_guard(grad: Tensor, x: Tensor, shape: Sequence[int], weight: Tensor | None, *_: Any) -> None:

@@ -13,18 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._native import (
-    CPU,
-    Kernels,
-    address,
-    check_grad,
-    code,
-    columns_adjacent,
-    contiguous_like,
-    flat,
-    resolved,
-    strided,
-)
+from ._kernels import Kernels
+from ._native import CPU, check_grad, contiguous_like, resolved, strided
 from ._registry import (
     DTYPES,
     Function,
@@ -135,28 +125,6 @@ softmax_fwd.differentiable(lambda x, mask, *options: SoftmaxFunction.apply(x, ma
 softmax_fwd.guard = lambda x, mask, *options: check_arguments(x, mask, Options(*options))
 
 
-def _native_arguments(
-    x: Tensor, mask: Tensor | None, options: Options, grad: Tensor | None = None
-) -> tuple[Any, ...]:
-    """The leading arguments of both native launchers, for tensors with adjacent columns that the caller keeps alive."""
-    columns, leading, kind, step = x.shape[-1], x.dim() - 1, 0, 0
-    scale, causal, dropout_p, seed = options
-    if mask is None and causal is None and x.is_contiguous() and (grad is None or grad.is_contiguous()):
-        leading = 1
-        rows = [x.numel() // columns if columns else 0, columns, 0, columns]
-    else:
-        steps: tuple[int, ...] = (0,) * x.dim()
-        if mask is not None:
-            kind = 1 if mask.dtype == torch.bool else 2
-            steps = mask.expand(x.shape).stride()
-            step = steps[-1]
-        rows = flat(x.shape[:-1], x.stride()[:-1], steps[:-1], grad.stride()[:-1] if grad is not None else ())
-    return (
-        code(x), x.data_ptr(), rows, leading, columns, scale, kind, address(mask), step,
-        causal or 0, causal is not None, dropout_p if seed is not None else 0.0, address(seed),
-    )  # fmt: skip
-
-
 def _forward(
     kernels: Kernels, x: Tensor, mask: Tensor | None, options: Options, statistics: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -165,11 +133,8 @@ def _forward(
     if statistics is None:
         statistics = _new_statistics(x)
     y = contiguous_like(x)
-    x, mask = columns_adjacent(x), mask if mask is None else resolved(mask)
-    arguments = _native_arguments(x, mask, options)
-    kernels.module.softmax_forward(
-        *arguments, y.data_ptr(), statistics.data_ptr(), recompute, kernels.where(x)
-    )
+    mask = mask if mask is None else resolved(mask)
+    kernels.softmax_forward(resolved(x), mask, options, y, statistics, recompute)
     return y, statistics
 
 
@@ -194,11 +159,8 @@ softmax_dropout_bwd.guard = lambda grad, x, *_: check_grad(grad, x)
 def _bwd(kernels: Kernels, grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor:
     grad = strided(grad)
     check_grad(grad, y)
-    dx, y, grad = contiguous_like(y), resolved(y).contiguous(), columns_adjacent(grad)
-    arguments = _native_arguments(y, None, _PLAIN, grad)
-    kernels.module.softmax_backward(
-        *arguments, grad.data_ptr(), y.data_ptr(), 0, dx.data_ptr(), scale, masked, kernels.where(y)
-    )
+    dx = contiguous_like(y)
+    kernels.softmax_backward(resolved(grad), resolved(y).contiguous(), dx, masked, scale)
     return dx
 
 
@@ -208,14 +170,10 @@ def _dropout_bwd(kernels: Kernels, grad: Tensor, x: Tensor, mask: Tensor | None,
     check_arguments(x, mask, options)
     check_statistics(x, statistics)
     check_grad(grad, x)
-    dx, x, grad = contiguous_like(x), columns_adjacent(x), columns_adjacent(grad)
-    mask, statistics = mask if mask is None else resolved(mask), statistics.contiguous()
-    arguments = _native_arguments(x, mask, options, grad)
-    masked = mask is not None or options.causal is not None
-    kernels.module.softmax_backward(
-        *arguments, grad.data_ptr(), 0, statistics.data_ptr(), dx.data_ptr(), grad_scale, masked,
-        kernels.where(x),
-    )  # fmt: skip
+    dx, mask = contiguous_like(x), mask if mask is None else resolved(mask)
+    kernels.softmax_dropout_backward(
+        resolved(grad), resolved(x), mask, options, statistics.contiguous(), dx, grad_scale
+    )
     return dx
 
 
