@@ -1,5 +1,5 @@
-"""The callbacks for the Trainer of Hugging Face and for Lightning, and the levels under accelerate and LoRA: the same losses to the
-last bit as without the engine."""
+"""The callbacks for the Trainer of Hugging Face and for Lightning, and the levels under accelerate and LoRA: the same losses to
+the last bit as without the engine."""
 
 import copy
 

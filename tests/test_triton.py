@@ -135,8 +135,7 @@ def test_more_rows_than_a_grid_holds(name, interpreted, monkeypatch):
     x, grad = draw(200, 96), draw(200, 96)
     parameters = case.make_parameters(torch.float32, 96)
     expected = run(case.call, x, parameters, grad)
-    for module in ("norm", "softmax"):
-        monkeypatch.setattr(interpreted[module], "MAX_GRID", 3)
+    monkeypatch.setattr(interpreted["_common"], "MAX_GRID", 3)
     for actual, right in zip(run(case.call, x, parameters, grad), expected, strict=True):
         assert torch.equal(actual, right)
 
@@ -148,8 +147,7 @@ def test_more_long_rows_than_a_grid_holds(interpreted, pieces, monkeypatch):
         parameters = case.make_parameters(torch.float32, 150)
         expected = run(case.call, x, parameters, grad)
         with monkeypatch.context() as patch:
-            for module in ("norm_long", "softmax_long"):
-                patch.setattr(interpreted[module], "MAX_GRID", 3)
+            patch.setattr(interpreted["_common"], "MAX_GRID", 3)
             for actual, right in zip(run(case.call, x, parameters, grad), expected, strict=True):
                 assert torch.equal(actual, right)
 

@@ -67,6 +67,12 @@ def launch(
         kernel[grid](*arguments, enable_fp_fusion=False, **options)
 
 
+def launch_rows(kernel: Any, programs: int, x: torch.Tensor, *arguments: Any, **options: Any) -> None:
+    """The same of any number of programs. The kernel's last argument that is no option is the number of the first one."""
+    for first in range(0, programs, MAX_GRID):
+        launch(kernel, min(MAX_GRID, programs - first), x, *arguments, first, **options)
+
+
 @triton.constexpr_function
 def arithmetic(element):
     """The type to compute in."""

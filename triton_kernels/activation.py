@@ -146,9 +146,8 @@ def _gradient(grad, x, OP: tl.constexpr, HALF: tl.constexpr):
         return grad * tl.fma(x, density, cdf)
     elif OP == 1:
         value, rest = _sigmoid(_twice_u(x), HALF)
-        du = multiply_add(
-            tl.minimum(x * x, 1e4), 3 * _CUBIC, _LINEAR
-        )  # bounded: the sigmoid is saturated there
+        square = tl.minimum(x * x, 1e4)  # bounded: the sigmoid is saturated there
+        du = multiply_add(square, 3 * _CUBIC, _LINEAR)
         return grad * tl.fma(x * (value * rest), du, value)
     elif OP == 2:
         value, rest = _sigmoid(x, HALF)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from . import norm_long
 from ._common import (
-    MAX_GRID,
     WIDEST,
     arithmetic,
     bits,
@@ -31,6 +30,7 @@ from ._common import (
     double,
     is_half,
     launch,
+    launch_rows,
     row_sum,
     square_root,
     tile,
@@ -46,9 +46,8 @@ from ._norm_tiles import (
 )
 
 LAYER, RMS = 0, 1
-BLOCKS = (
-    264  # of rows, whose parameter gradients one program sums: two for each multiprocessor of an H100 or H200
-)
+# Of rows, whose parameter gradients one program sums: two for each multiprocessor of an H100 or H200.
+BLOCKS = 264
 WIDEST_BACKWARD = 8192  # as WIDEST, where x, grad and the sums for two gradients are held
 WIDEST_AHEAD = 4096  # where the next tile is held too; not in float64
 RowView = tuple[int, int, int]  # inner, outer stride, inner stride
@@ -111,11 +110,10 @@ def forward(
         return norm_long.forward(rows, y, arguments, options)
     height, width, warps = tile(n, x.dtype.itemsize)
     programs = divide_up(rows, height)
-    for first in range(0, programs, MAX_GRID):
-        launch(
-            _forward, min(MAX_GRID, programs - first), y, *arguments, first,
-            **options, ROWS=height, COLUMNS=width, num_warps=warps,
-        )  # fmt: skip
+    launch_rows(
+        _forward, programs, y, *arguments,
+        **options, ROWS=height, COLUMNS=width, num_warps=warps,
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -160,9 +158,8 @@ def _backward(
         h = normalised(value, mean, rstd, shift, LAYER)
         if dx is not None:
             v = g * w
-            if (
-                ONE
-            ):  # LayerNorm: constant, gradient 0 (NaN where x is). RMSNorm: v (1 - h^2), without cancellation
+            if ONE:
+                # LayerNorm: constant, gradient 0 (NaN where x is). RMSNorm: v (1 - h^2), without cancellation.
                 r = rstd[:, None]
                 out = 0.0 * r + tl.zeros_like(v) if LAYER else v * double(eps, F) * r * r * r
             else:
@@ -232,12 +229,11 @@ def backward(
     else:
         tiles = divide_up(divide_up(rows, height), blocks) if wants_parameters else 1
         programs = blocks if wants_parameters else divide_up(rows, height)
-        for first in range(0, programs, MAX_GRID):
-            launch(
-                _backward, min(MAX_GRID, programs - first), x, *operands, tiles, first,
-                LAYER=kind == LAYER, ONE=n == 1, AHEAD=wants_parameters and width <= WIDEST_AHEAD and x.dtype.itemsize < 8,
-                ROWS=height, COLUMNS=width, num_warps=warps,
-            )  # fmt: skip
+        launch_rows(
+            _backward, programs, x, *operands, tiles,
+            LAYER=kind == LAYER, ONE=n == 1, AHEAD=wants_parameters and width <= WIDEST_AHEAD and x.dtype.itemsize < 8,
+            ROWS=height, COLUMNS=width, num_warps=warps,
+        )  # fmt: skip
     if wants_parameters:
         launch(
             _add_blocks, (divide_up(n, ADD_COLUMNS), planes), x, partial, dweight, dbias, blocks, n,

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ._common import (
-    MAX_GRID,
     PIECE,
     arithmetic,
     column_sum,
@@ -23,16 +22,14 @@ from ._common import (
     double,
     is_half,
     launch,
+    launch_rows,
     row_sum,
     square_root,
 )
 from ._norm_tiles import affine, input_gradient, load_weight, normalised, read_statistics, row_offsets
 
-BLOCKS, ROWS, COLUMNS = (
-    64,
-    8,
-    256,
-)  # of the kernel for parameter gradients: blocks of rows at most; the tile of one step
+# Of the kernel for parameter gradients: blocks of rows at most; the tile of one step.
+BLOCKS, ROWS, COLUMNS = 64, 8, 256
 
 
 def _warps() -> int:
@@ -95,9 +92,7 @@ def _forward(
 
 
 def forward(rows: int, y: Tensor, arguments: tuple[Any, ...], options: dict[str, bool]) -> None:
-    for first in range(0, rows, MAX_GRID):
-        programs = min(MAX_GRID, rows - first)
-        launch(_forward, programs, y, *arguments, first, **options, COLUMNS=PIECE, num_warps=_warps())
+    launch_rows(_forward, rows, y, *arguments, **options, COLUMNS=PIECE, num_warps=_warps())
 
 
 @triton.jit(do_not_specialize=["rows", "first"], do_not_specialize_on_alignment=["inner", "grad_inner"])
@@ -171,9 +166,7 @@ def backward(blocks: int, x: Tensor, operands: tuple[Any, ...], layer: bool) -> 
     grad, x, weight, statistics, dx, partial, rows, n, *views, _ = operands
     if dx is not None:
         arguments = grad, x, weight, statistics, dx, rows, n, *views
-        for first in range(0, rows, MAX_GRID):
-            programs = min(MAX_GRID, rows - first)
-            launch(_backward, programs, x, *arguments, first, LAYER=layer, COLUMNS=PIECE, num_warps=_warps())
+        launch_rows(_backward, rows, x, *arguments, LAYER=layer, COLUMNS=PIECE, num_warps=_warps())
     if partial is not None:
         steps = divide_up(divide_up(rows, ROWS), blocks)
         launch(

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from . import softmax_long
 from ._common import (
-    MAX_GRID,
     WIDEST,
     arithmetic,
     bits,
@@ -24,7 +23,7 @@ from ._common import (
     double,
     exp_nonpositive,
     is_half,
-    launch,
+    launch_rows,
     row_sum,
     tile,
 )
@@ -130,11 +129,10 @@ def forward(scores: Scores, y: Tensor, statistics: Tensor, recompute: bool) -> N
         return softmax_long.forward(rows, y, arguments, options)
     height, width, warps = geometry
     programs = divide_up(rows, height)
-    for first in range(0, programs, MAX_GRID):
-        launch(
-            _forward, min(MAX_GRID, programs - first), y, *arguments, first,
-            **options, ROWS=height, COLUMNS=width, num_warps=warps,
-        )  # fmt: skip
+    launch_rows(
+        _forward, programs, y, *arguments,
+        **options, ROWS=height, COLUMNS=width, num_warps=warps,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "scale", "first"], do_not_specialize_on_alignment=["n1", "n2"])
@@ -202,11 +200,10 @@ def backward(scores: Scores, grad: Tensor, y: Tensor, dx: Tensor, masked: bool, 
         return softmax_long.backward(rows, y, arguments, masked)
     height, width, warps = tile(n, y.dtype.itemsize)
     programs = divide_up(rows, height)
-    for first in range(0, programs, MAX_GRID):
-        launch(
-            _backward, min(MAX_GRID, programs - first), y, *arguments, first,
-            MASKED=masked, ROWS=height, COLUMNS=width, num_warps=warps,
-        )  # fmt: skip
+    launch_rows(
+        _backward, programs, y, *arguments,
+        MASKED=masked, ROWS=height, COLUMNS=width, num_warps=warps,
+    )  # fmt: skip
 
 
 def dropout_backward(
@@ -233,8 +230,7 @@ def dropout_backward(
         return softmax_long.dropout_backward(rows, dx, arguments, options)
     height, width, warps = geometry
     programs = divide_up(rows, height)
-    for first in range(0, programs, MAX_GRID):
-        launch(
-            _dropout_backward, min(MAX_GRID, programs - first), dx, *arguments, first,
-            **options, ROWS=height, COLUMNS=width, num_warps=warps,
-        )  # fmt: skip
+    launch_rows(
+        _dropout_backward, programs, dx, *arguments,
+        **options, ROWS=height, COLUMNS=width, num_warps=warps,
+    )  # fmt: skip

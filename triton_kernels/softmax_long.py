@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import MAX_GRID, PIECE, arithmetic, double, exp_nonpositive, is_half, launch, row_sum
+from ._common import PIECE, arithmetic, double, exp_nonpositive, is_half, launch_rows, row_sum
 from ._softmax_tiles import (
     inverse_of,
     lead,
@@ -88,9 +88,7 @@ def _forward(
 
 
 def forward(rows: int, y: Tensor, arguments: tuple[Any, ...], options: dict[str, bool]) -> None:
-    for first in range(0, rows, MAX_GRID):
-        programs = min(MAX_GRID, rows - first)
-        launch(_forward, programs, y, *arguments, first, **options, COLUMNS=PIECE, num_warps=WARPS)
+    launch_rows(_forward, rows, y, *arguments, **options, COLUMNS=PIECE, num_warps=WARPS)
 
 
 @triton.jit(do_not_specialize=["rows", "scale", "first"], do_not_specialize_on_alignment=["n1", "n2"])
@@ -120,9 +118,23 @@ def _backward(
 
 
 def backward(rows: int, y: Tensor, arguments: tuple[Any, ...], masked: bool) -> None:
-    for first in range(0, rows, MAX_GRID):
-        programs = min(MAX_GRID, rows - first)
-        launch(_backward, programs, y, *arguments, first, MASKED=masked, COLUMNS=PIECE, num_warps=WARPS)
+    launch_rows(_backward, rows, y, *arguments, MASKED=masked, COLUMNS=PIECE, num_warps=WARPS)
+
+
+@triton.jit
+def _piece(
+    grad, x, mask, seed, row, n, skipped, lanes, start, visible, step, factor, top, total, inverse, threshold, keep_scale,
+    F: tl.constexpr, HALF: tl.constexpr, BOOLEAN: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The columns of a piece, its probabilities, and the gradient times dropout's factors."""
+    column = lanes + start
+    score, _ = load_scores(x, mask, column, step, visible, n, factor, F, BOOLEAN, CAUSAL)
+    p = quotient(exp_nonpositive(score - top[:, None], HALF), total, inverse, HALF)
+    if CAUSAL:
+        p = tl.where(column < visible, p, 0.0)
+    g = tl.load(grad + column, mask=readable(column, visible, n), other=0.0).to(F)
+    g *= tile_factors(seed, row, n, skipped, start, threshold, keep_scale, F, 1, COLUMNS)
+    return column, p, g
 
 
 @triton.jit(
@@ -153,23 +165,17 @@ def _dropout_backward(
     SUM: tl.constexpr = F if HALF else tl.float64
     sums = tl.zeros((1, COLUMNS), SUM)
     for start in range(0, end, COLUMNS):
-        column = lanes + start
-        score, _ = load_scores(x, mask, column, step, visible, n, factor, F, BOOLEAN, CAUSAL)
-        p = quotient(exp_nonpositive(score - top[:, None], HALF), total, inverse, HALF)
-        if CAUSAL:
-            p = tl.where(column < visible, p, 0.0)
-        g = tl.load(grad + column, mask=readable(column, visible, n), other=0.0).to(F)
-        g *= tile_factors(seed, row, n, skipped, start, threshold, keep_scale, F, 1, COLUMNS)
+        column, p, g = _piece(
+            grad, x, mask, seed, row, n, skipped, lanes, start, visible, step, factor, top, total, inverse, threshold,
+            keep_scale, F, HALF, BOOLEAN, CAUSAL, COLUMNS,
+        )  # fmt: skip
         sums += weighted(p.to(SUM), g.to(SUM), MASKED)
     dot = tl.sum(sums, axis=1).to(F)
     for start in range(0, end, COLUMNS):
-        column = lanes + start
-        score, _ = load_scores(x, mask, column, step, visible, n, factor, F, BOOLEAN, CAUSAL)
-        p = quotient(exp_nonpositive(score - top[:, None], HALF), total, inverse, HALF)
-        if CAUSAL:
-            p = tl.where(column < visible, p, 0.0)
-        g = tl.load(grad + column, mask=readable(column, visible, n), other=0.0).to(F)
-        g *= tile_factors(seed, row, n, skipped, start, threshold, keep_scale, F, 1, COLUMNS)
+        column, p, g = _piece(
+            grad, x, mask, seed, row, n, skipped, lanes, start, visible, step, factor, top, total, inverse, threshold,
+            keep_scale, F, HALF, BOOLEAN, CAUSAL, COLUMNS,
+        )  # fmt: skip
         out = weighted(p, g - dot[:, None], MASKED) * double(grad_scale, F)
         tl.store(
             dx + row[:, None] * n + column, out.to(dx.dtype.element_ty), mask=(column >= 0) & (column < n)
@@ -177,6 +183,4 @@ def _dropout_backward(
 
 
 def dropout_backward(rows: int, dx: Tensor, arguments: tuple[Any, ...], options: dict[str, bool]) -> None:
-    for first in range(0, rows, MAX_GRID):
-        programs = min(MAX_GRID, rows - first)
-        launch(_dropout_backward, programs, dx, *arguments, first, **options, COLUMNS=PIECE, num_warps=WARPS)
+    launch_rows(_dropout_backward, rows, dx, *arguments, **options, COLUMNS=PIECE, num_warps=WARPS)

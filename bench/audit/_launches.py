@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyckpt.triton_kernels import activation, dropout, norm, norm_long, softmax, softmax_long
+from pyckpt.triton_kernels import _common, activation, dropout, norm, norm_long, softmax
 
-MODULES = (activation, dropout, norm, norm_long, softmax, softmax_long)
+MODULES = (_common, activation, dropout, norm, norm_long)  # those that have `launch`
 TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
