@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import memory
-from .._installation import install, installed, uninstall
+from .._installation import installed
 from .._levels import LEVELS
 from .._records import RecomputeError
 from ..explanation import _suspended, _undisturbed
-from ._blocks import Found, candidates, describe, observe
+from ._blocks import Found, candidates, observe
 from ._measure import Bench, Cost, _Ones, few_objects, rest_of
 from ._solver import Chain, Option
-from .segments import Offloaded, Segmented, _Wrapped, checkpoint_wrapper, unwrap, wrap
+from .plans import Plan, Prediction, fingerprint, shapes
+from .segments import _Wrapped
 
 __all__ = ["BudgetError", "Plan", "Prediction", "plan"]
 
@@ -36,166 +32,6 @@ class BudgetError(RecomputeError):
     def __init__(self, message: str, smallest: int):
         super().__init__(message)
         self.smallest = smallest
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Of one training step: bytes kept between forward and backward, the peak, and milliseconds."""
-
-    saved: int
-    peak: int
-    milliseconds: float
-
-
-@dataclass
-class Plan:
-    """What :func:`plan` found; ``str()`` is a table.
-
-    Attributes:
-        budget: bytes.
-        scope: as given.
-        steps: ``(paths of the blocks, choice)``, in order; several paths with "segment" are one checkpoint.
-        predicted, eager: with the plan, and without anything.
-        curve, eager_curve: bytes after each block's forward and at the peak inside each one's backward.
-        fingerprint: of the blocks that it was made for, and of the sample's shapes.
-    """
-
-    budget: int
-    scope: str
-    steps: list[tuple[list[str], str]]
-    predicted: Prediction
-    eager: Prediction
-    curve: list[int]
-    eager_curve: list[int]
-    fingerprint: dict[str, str]
-    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False, compare=False)
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        """Make `model` run as planned, in place; returns it. :meth:`revert` undoes it.
-
-        Raises:
-            ValueError: its blocks are not those that the plan was made for, or the plan is applied already.
-        """
-        if self._undo:
-            raise ValueError("Plan.apply: this plan is applied already; revert() it first")
-        paths = [path for group, _ in self.steps for path in group]
-        try:
-            blocks = [model.get_submodule(path) for path in paths]
-            same = _fingerprint(blocks) == self.fingerprint["model"]
-        except AttributeError:
-            same = False
-        if not same:
-            raise ValueError(
-                "Plan.apply: the plan was made for another model; make one for this, with pyckpt.plan"
-            )
-        segments: dict[str, dict[int, int]] = {}
-        for group, choice in self.steps:
-            if choice == "segment":
-                container, _, number = group[0].rpartition(".")
-                segments.setdefault(container, {})[int(number)] = len(group)
-                continue
-            for path in group:
-                self._undo.append(_apply(model.get_submodule(path), choice))
-        for container, starts in segments.items():
-            module = wrap(model.get_submodule(container), Segmented)
-            module._pyckpt_segments = starts  # type: ignore[assignment]
-            self._undo.append(partial(_unwrapped, module))
-        return model
-
-    def revert(self) -> None:
-        """Make the model that the plan is applied to run as before."""
-        while self._undo:
-            self._undo.pop()()
-
-    def to_dict(self) -> dict[str, Any]:
-        names = ("budget", "scope", "steps", "curve", "eager_curve", "fingerprint")
-        plain = {name: getattr(self, name) for name in names}
-        return {"version": 1, **plain, "predicted": asdict(self.predicted), "eager": asdict(self.eager)}
-
-    def save(self, path: str | Path) -> None:
-        """As JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Raises ValueError where the file is no plan of this version."""
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(data, dict) or data.pop("version", None) != 1:
-            raise ValueError(f"Plan.load: {path} holds no plan that this version of pyckpt reads")
-        data["steps"] = [(list(group), choice) for group, choice in data["steps"]]
-        data["predicted"], data["eager"] = Prediction(**data["predicted"]), Prediction(**data["eager"])
-        return cls(**data)
-
-    def matches(self, model: nn.Module, *args: Any, **kwargs: Any) -> bool:
-        """Whether the plan was made for these blocks and for inputs of these shapes."""
-        paths = [path for group, _ in self.steps for path in group]
-        try:
-            blocks = [model.get_submodule(path) for path in paths]
-        except AttributeError:
-            return False
-        return self.fingerprint == {"model": _fingerprint(blocks), "sample": _shapes(args, kwargs)}
-
-    def __str__(self) -> str:
-        rows: list[list[str]] = []
-        for group, choice in self.steps:
-            if rows and choice != "segment" and rows[-1][2] == choice:
-                rows[-1][1], rows[-1][3] = group[-1], str(int(rows[-1][3]) + len(group))
-            else:
-                rows.append([group[0], group[-1], choice, str(len(group))])
-        lines = [
-            (first if first == last else f"{first} ... {last}", choice, count)
-            for first, last, choice, count in rows
-        ]
-        width = max(len(line[0]) for line in lines)
-        text = [f"{'blocks':<{width}}  {'choice':<10}  {'count':>5}"]
-        text += [f"{name:<{width}}  {choice:<10}  {count:>5}" for name, choice, count in lines]
-        text += ["", f"{'':<10}{'kept MiB':>12}{'peak MiB':>12}{'step ms':>12}"]
-        for name, p in (("eager", self.eager), ("planned", self.predicted)):
-            text.append(
-                f"{name:<10}{p.saved / 2**20:>12,.1f}{p.peak / 2**20:>12,.1f}{p.milliseconds:>12,.1f}"
-            )
-        text.append(f"{'budget':<10}{'':>12}{self.budget / 2**20:>12,.1f}   ({self.scope})")
-        return "\n".join(text)
-
-    def plot(self, path: str | Path) -> None:
-        """The predicted memory over one step as PNG (or what the suffix says). Needs matplotlib."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(8, 4), layout="constrained")
-        axes = figure.subplots()
-        for label, curve in (("eager", self.eager_curve), ("planned", self.curve)):
-            axes.plot([y / 2**20 for y in curve], label=label)
-        axes.axhline(self.budget / 2**20, ls=":", color="#6a737d", label="budget")
-        axes.set_xlabel("blocks: forward, then backward")
-        axes.set_ylabel("MiB above what stands before the step")
-        axes.set_ylim(bottom=0)
-        axes.legend()
-        figure.savefig(path, dpi=150)
-
-
-def _apply(block: nn.Module, choice: str) -> Callable[[], None]:
-    """Returns what undoes it."""
-    before = installed(block)
-    if choice in LEVELS:
-        install(block, choice)
-
-        def undo() -> None:
-            uninstall(block)
-            if before is not None:
-                install(block, before)
-
-        return undo
-    if choice == "checkpoint":
-        checkpoint_wrapper(block)
-    elif choice == "offload":
-        wrap(block, Offloaded)
-    else:
-        return lambda: None
-    return partial(_unwrapped, block)
-
-
-def _unwrapped(block: nn.Module) -> None:
-    unwrap(block)
 
 
 def plan(
@@ -281,7 +117,7 @@ def plan(
     for option in steps:
         names.append(([b.path for b in found[place : place + option.length]], option.name))
         place += option.length
-    print_ = {"model": _fingerprint([b.module for b in found]), "sample": _shapes(args, kwargs)}
+    made_for = {"model": fingerprint(b.module for b in found), "sample": shapes(args, kwargs)}
     return Plan(
         limit,
         scope,
@@ -290,7 +126,7 @@ def plan(
         eager,
         _curve(chain, steps),
         _curve(chain, eager_steps),
-        print_,
+        made_for,
     )
 
 
@@ -395,7 +231,7 @@ def _curve(chain: Chain, steps: Sequence[Option]) -> list[int]:
 def _bytes(budget: int | float | str, eager: int) -> int:
     units = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
     if isinstance(budget, str):
-        match = re.fullmatch(r"\s*([\d.]+)\s*([kmg]i?)?b?\s*", budget.lower())
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmg]i?)?b?\s*", budget.lower())
         if match:
             return int(float(match[1]) * units[match[2] or ""])
     elif isinstance(budget, float) and 0 < budget <= 1:
@@ -403,13 +239,3 @@ def _bytes(budget: int | float | str, eager: int) -> int:
     elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and budget >= 1:
         return int(budget)
     raise ValueError(f"plan: budget must be bytes, a text as '8GiB', or a fraction in (0, 1]; got {budget!r}")
-
-
-def _fingerprint(blocks: Sequence[nn.Module]) -> str:
-    text = "".join(describe(block) for block in blocks)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _shapes(args: Any, kwargs: Any) -> str:
-    shapes = [(tuple(t.shape), str(t.dtype)) for t in memory._tensors([args, kwargs])]
-    return hashlib.sha256(repr(shapes).encode()).hexdigest()[:32]
