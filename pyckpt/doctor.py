@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import backends
 from . import functional as F
-from .ops._registry import DTYPES
+from .ops._registry import DTYPES, Op
 
 SHAPE = (6, 37, 331)
 SEED = 2026
@@ -31,9 +31,13 @@ SEED = 2026
 FLOAT64_ULPS = 16
 
 #: Where each op has been run so far, by backend. What is missing has no kernel, or none that was ever run.
-RUN_ON: dict[str, dict[str, str]] = {name: {"cpu": "x86-64 hardware"} for name in F.__all__}
-for _name in set(RUN_ON) - {"attention"}:
-    RUN_ON[_name]["triton"] = "no GPU yet: Triton's interpreter only"
+_NO_GPU = {
+    "cuda": "no GPU yet: emulated on the CPU only",
+    "triton": "no GPU yet: Triton's interpreter only",
+}
+RUN_ON: dict[str, dict[str, str]] = {
+    name: {"cpu": "x86-64 hardware", **({} if name == "attention" else _NO_GPU)} for name in F.__all__
+}
 
 _PACKAGES = ("pyckpt", "torch", "numpy", "triton", "transformers")
 _VARIABLES = re.compile(
@@ -48,6 +52,11 @@ class Case:
     name: str
     call: Callable[..., Tensor]
     parameters: int = 0
+
+    def served_on(self, backend: str) -> bool:
+        """Whether the backend has kernels for it."""
+        family = self.name.partition(",")[0]
+        return all(backend in op.kernels for op in Op.all if op.family == family)
 
 
 def _mask(x: Tensor) -> Tensor:
@@ -169,7 +178,7 @@ def _compare(case: Case, dtype: torch.dtype, backend: str, device: str, threads:
 
 
 def check() -> list[Result]:
-    """Every op and dtype on every backend that is available here; empty if there is none but the reference."""
+    """Every op and dtype on every backend that is available here and has it; empty if there is none but the reference."""
     serving = [b for b in backends.available().values() if b.available and b.device_type is not None]
     threads = torch.get_num_threads()
     with torch.random.fork_rng():
@@ -178,6 +187,7 @@ def check() -> list[Result]:
                 _compare(case, dtype, backend.name, backend.device_type or "cpu", threads)
                 for backend in serving
                 for case in CASES
+                if case.served_on(backend.name)
                 for dtype in DTYPES
             ]
         finally:

@@ -50,6 +50,8 @@ def same(these, those):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_every_order_gives_the_same_bits(checked, name, shape, dtype):
+    if not CASES[name].served_on(NAME):
+        pytest.skip(f"no CUDA kernel for {name} yet")
     results = []
     for order in ORDERS[1:3] if shape[1] > 2000 else ORDERS:
         with simt.order(checked, *order):

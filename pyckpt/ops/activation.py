@@ -211,8 +211,8 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
             if activation
             else f"gelu: approximate must be 'none', 'tanh' or 'sigmoid', got {approximate!r}"
         )
-        if approximate == "sigmoid" and not problem:
-            return input * torch.sigmoid(_SIGMOID_SCALE * input)
+        if approximate == "sigmoid":
+            return by_torch(problem, lambda x: x * torch.sigmoid(_SIGMOID_SCALE * x), input)
         return by_torch(problem, F.gelu, input, approximate=approximate)
     return _apply(input, activation)
 
