@@ -50,7 +50,7 @@ lint: $(STAMPS)/dev
 # The kernels' tests on a build with AddressSanitizer and UBSan, which end the process at the first fault. The sanitizer's
 # runtime has to be loaded before Python; leaks are not looked for, since the interpreter has its own. Needs GCC. The other
 # backends of the tests have no code in that build.
-SANITIZED_TESTS ?= $(patsubst %,tests/test_%.py,accuracy invariants dropout property)
+SANITIZED_TESTS ?= $(patsubst %,tests/test_%.py,accuracy attention invariants dropout property)
 sanitize: $(STAMPS)/test
 	PYCKPT_CUDA=off PYCKPT_SANITIZE=address,undefined $(BIN)/python setup.py --quiet build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
 	@export LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \

@@ -117,6 +117,27 @@ PYCKPT_HD F exp_nonpositive(F x) {
   return exp_in_range(x < -Binary<F>::underflow ? -Binary<F>::underflow : x);
 }
 
+// tanh(x): near 0 a polynomial (a rational function) that keeps relative accuracy, elsewhere from exp(-2 |x|). After Cephes.
+PYCKPT_HD float tangent_near_zero(float x) {
+  const float z = x * x;
+  const float p =
+      fused(fused(fused(fused(-5.70498872745e-03f, z, 2.06390887954e-02f), z, -5.37397155531e-02f), z, 1.33314422036e-01f), z,
+            -3.33332819422e-01f);
+  return fused(x * z, p, x);
+}
+PYCKPT_HD double tangent_near_zero(double x) {
+  const double z = x * x;
+  const double p = fused(fused(-9.64399179425052238628e-01, z, -9.92877231001918586564e+01), z, -1.61468768441708447952e+03);
+  const double q = fused(fused(z + 1.12811678491632931402e+02, z, 2.23548839060100448583e+03), z, 4.84406305325125486048e+03);
+  return fused(x * z, p / q, x);
+}
+template <class F>
+PYCKPT_HD F hyperbolic_tangent(F x) {
+  const F a = absolute(x), e = exp_nonpositive(F(-2) * a), far = (F(1) - e) / (F(1) + e);
+  const F signed_far = x < F(0) ? -far : far;
+  return a < F(0.625) ? tangent_near_zero(x) : signed_far;  // NaN: not less, and NaN all the way
+}
+
 // Density exp(-a^2 / 2) / sqrt(2 pi) and upper tail 1 - cdf(a) of the standard normal distribution, a >= 0, from one exponential.
 template <class F>
 struct Normal {

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import pyckpt
+from pyckpt import backends
 from pyckpt.memory import allocated_bytes, saved_bytes
 
 MASKS = ("none", "causal", "additive", "per head")
@@ -255,3 +256,15 @@ def test_bert_block_with_dropout(counted, one_thread):
     eager, ours = layer_bytes(False), layer_bytes(True)
     assert eager >= 60, eager
     assert ours <= 21, ours
+
+
+def test_left_alone_where_attention_has_no_kernels():
+    """As on a GPU so far: plain PyTorch in place of torch's flash kernels would be no gain."""
+    layer = nn.TransformerEncoderLayer(32, 4, 64)
+    model = _hugging_face("bert", attn_implementation="eager")
+    with backends.use("reference"):
+        pyckpt.convert(layer)
+        pyckpt.convert(model)
+        assert "no kernels on cpu" in pyckpt.report(layer).left["self_attn"]
+    assert type(layer.self_attn) is nn.MultiheadAttention
+    assert model.config._attn_implementation == "eager"

@@ -20,31 +20,10 @@ static inline BlockRow block_row(const AttentionBlock& a, int64_t i) {
   r.batch = r.head / a.heads_per_batch;
   r.head_in_batch = r.head % a.heads_per_batch;
   r.query = a.first_row + i % a.rows;
-  // low and high leave room: they are limited to what the sizes need (_attention_cpu.py)
+  // low and high leave room: they are limited to what the sizes need (_attention_blocks.py)
   r.begin = smaller(a.columns, larger(0, r.query + a.low - a.first_key));
   r.end = larger(r.begin, smaller(a.columns, r.query + a.high + 1 - a.first_key));
   return r;
-}
-
-// tanh(x): near 0 a polynomial (a rational function) that keeps relative accuracy, elsewhere from exp(-2 |x|). After Cephes.
-PYCKPT_HD float near_zero(float x) {
-  const float z = x * x;
-  const float p =
-      fused(fused(fused(fused(-5.70498872745e-03f, z, 2.06390887954e-02f), z, -5.37397155531e-02f), z, 1.33314422036e-01f), z,
-            -3.33332819422e-01f);
-  return fused(x * z, p, x);
-}
-PYCKPT_HD double near_zero(double x) {
-  const double z = x * x;
-  const double p = fused(fused(-9.64399179425052238628e-01, z, -9.92877231001918586564e+01), z, -1.61468768441708447952e+03);
-  const double q = fused(fused(z + 1.12811678491632931402e+02, z, 2.23548839060100448583e+03), z, 4.84406305325125486048e+03);
-  return fused(x * z, p / q, x);
-}
-template <class F>
-PYCKPT_HD F tanh_of(F x) {
-  const F a = absolute(x), e = exp_nonpositive(F(-2) * a), far = (F(1) - e) / (F(1) + e);
-  const F signed_far = x < F(0) ? -far : far;
-  return a < F(0.625) ? near_zero(x) : signed_far;  // NaN: not less, and NaN all the way
 }
 
 template <class F>
@@ -67,7 +46,7 @@ class RowOfScores {
       const F cap = F(a_.softcap);
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) {
-        t[i] = tanh_of(x[i] * scale / cap);
+        t[i] = hyperbolic_tangent(x[i] * scale / cap);
         s[i] = t[i] * cap;
       }
     } else {

@@ -21,6 +21,7 @@ from torch.nn.modules import activation as torch_activations
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import functional as fused_functions
+from ..ops.attention import has_kernels
 from .activations import EXACT, prove_activation
 from .base import FUSED_CLASSES, TORCH_CLASSES, Proof, Target, Unprovable, describe
 from .norms import prove_norm
@@ -90,6 +91,10 @@ def _instance_obstacle(module: nn.Module) -> str:
         return "prepared for quantization (qconfig): torch.ao looks it up by its class"
     if any(p is not None and nn.parameter.is_lazy(p) for p in module._parameters.values()):
         return "not initialised yet: run one forward, then convert"
+    if isinstance(module, nn.MultiheadAttention):
+        device = module.out_proj.weight.device
+        if not has_kernels(device):
+            return f"attention has no kernels on {device.type} yet, and torch's own may keep less there"
     return ""
 
 

@@ -17,9 +17,8 @@ from torch.autograd import Function
 
 from .. import memory
 from .._levels import LEVELS
-from ..engine import enter, leave
 from ._blocks import Call
-from .segments import checkpoint, offload, segment
+from .segments import checkpoint, offload, quiet_region, segment
 
 
 @contextmanager
@@ -36,22 +35,12 @@ def few_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
-@contextmanager
-def _region(level: str) -> Iterator[None]:
-    owner = object()
-    enter(level, False, owner)
-    try:
-        yield
-    finally:
-        leave(owner, failed=True)
-
-
 def run(choice: str, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The block, as :meth:`Plan.apply` will have it run."""
     if choice == "none":
         return block(*args, **kwargs)
     if choice in LEVELS:
-        with _region(choice):
+        with quiet_region(choice):
             return block(*args, **kwargs)
     return {"checkpoint": checkpoint, "offload": offload}[choice](block, *args, **kwargs)
 

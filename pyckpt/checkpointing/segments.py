@@ -31,10 +31,10 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 @contextmanager
-def _cheap_set() -> Iterator[None]:
+def quiet_region(level: str = "pointwise") -> Iterator[None]:
     """A region that does not mind if there is nothing to rebuild."""
     owner = object()
-    enter("pointwise", False, owner)
+    enter(level, False, owner)
     try:
         yield
     finally:
@@ -68,7 +68,7 @@ def _checkpoint(
     names, count = tuple(kwargs), len(args)
 
     def run(*values: Any) -> Any:
-        with _cheap_set():
+        with quiet_region():
             return fn(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
     # Keyword arguments as positions: their names are fn's alone, and torch looks for devices among positions.
@@ -224,7 +224,7 @@ def checkpoint_sequential(
     for start in range(0, count, length):
         part = chain[start : start + length]
         if start + length >= count:
-            with _cheap_set():
+            with quiet_region():
                 x = _run(part, x, *rest, **kwargs)
         else:
             x = segment(part, x, *rest, **kwargs)
@@ -239,7 +239,7 @@ def segment(part: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> An
 def offload(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``fn(*args, **kwargs)`` with what the engine cannot rebuild kept on the host."""
     device = next((t.device.type for t in memory._tensors([args, kwargs])), "cpu")
-    with save_on_cpu(pin_memory=device == "cuda"), _cheap_set():
+    with save_on_cpu(pin_memory=device == "cuda"), quiet_region():
         return fn(*args, **kwargs)
 
 
@@ -286,7 +286,7 @@ def _bytes_kept(
 
         def forward() -> Any:
             inputs = [_fresh(a) for a in args]
-            with _cheap_set():
+            with quiet_region():
                 return block(*inputs, **kwargs)
 
         # In a thread of its own: hooks, dispatch modes and regions that are active here do not reach there.

@@ -1,7 +1,8 @@
 """Hugging Face transformers: ``attn_implementation="pyckpt"``.
 
 Importing this module registers it. :func:`pyckpt.convert` sets it on models that store attention weights: eager attention, and
-scaled_dot_product_attention with dropout. Masks are those of "sdpa": boolean, or None where the kernel's own causal limit does.
+scaled_dot_product_attention with dropout, if they lie where attention has kernels (the CPU so far). Masks are those of "sdpa":
+boolean, or None where the kernel's own causal limit does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from ..ops.attention import attention, attention_with_weights
+from ..ops.attention import attention, attention_with_weights, has_kernels
 
 try:
     from transformers.utils.output_capturing import _active_collector
@@ -120,9 +121,13 @@ def _models(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def convert_attention(root: nn.Module) -> None:
-    """Sets ``attn_implementation="pyckpt"`` where weights would be stored, and remembers what it was."""
+    """Sets ``attn_implementation="pyckpt"`` where weights would be stored and the model's device has kernels, and remembers what
+    it was. (Elsewhere attention would be plain PyTorch, and torch's own may well store less there.)"""
     for model in _models(root):
         config: Any = model.config
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        if not has_kernels(device):
+            continue
         if getattr(config, "output_attentions", False) or _MARK in vars(model):
             continue
         parts = dict(_configurations(config))

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .. import backends
 from ._attention_checks import (
     check_arguments,
     check_backward,
@@ -135,6 +136,11 @@ attention_fwd.guard = lambda q, k, v, *rest: check_arguments(q, k, v, *split(res
 attention_bwd.guard = _bwd_guard
 attention_fwd.kernel("cpu")(cpu_fwd)
 attention_bwd.kernel("cpu")(cpu_bwd)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether attention on `device` is more than plain PyTorch; of the meta device it is not known yet."""
+    return device.type == "meta" or backends.select(device.type, attention_fwd.family) != "reference"
 
 
 def _sides(window: Any, is_causal: bool) -> tuple[int | None, int | None]:

@@ -60,8 +60,15 @@ def order(module: Any, name: str, seed: int = 0) -> Iterator[None]:
         module.simt.order("forward")
 
 
-def _allow(module: Any, name: str, tensor: Any, *, writable: bool, initialised: bool) -> None:
-    if not isinstance(tensor, torch.Tensor) or not tensor.numel() or tensor.layout is not torch.strided:
+def _in_memory(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among `values` whose elements lie in memory by strides."""
+    for value in tree_leaves(values):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            yield value
+
+
+def _allow(module: Any, name: str, tensor: torch.Tensor, *, writable: bool, initialised: bool) -> None:
+    if not tensor.numel():
         return
     span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     module.simt.allow(tensor.data_ptr(), span * tensor.element_size(), name, writable, initialised)
@@ -71,11 +78,11 @@ def _allow(module: Any, name: str, tensor: Any, *, writable: bool, initialised: 
 def tensors(module: Any, *, inputs: Any = (), outputs: Any = (), updated: Any = ()) -> Iterator[None]:
     """Within the context kernels may read `inputs`, write `outputs`, which have no values yet, and do both to `updated`."""
     try:
-        for i, tensor in enumerate(inputs):
+        for i, tensor in enumerate(_in_memory(inputs)):
             _allow(module, f"input {i}", tensor, writable=False, initialised=True)
-        for i, tensor in enumerate(outputs):
+        for i, tensor in enumerate(_in_memory(outputs)):
             _allow(module, f"output {i}", tensor, writable=True, initialised=False)
-        for i, tensor in enumerate(updated):
+        for i, tensor in enumerate(_in_memory(updated)):
             _allow(module, f"tensor {i}", tensor, writable=True, initialised=True)
         yield
     finally:
@@ -93,12 +100,8 @@ class _Allocations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         empty = name.startswith(("empty", "new_empty"))
-        known = {
-            t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
-        }
-        for tensor in tree_leaves(result):
-            if not isinstance(tensor, torch.Tensor):
-                continue
+        known = {t.untyped_storage().data_ptr() for t in _in_memory((args, kwargs))}
+        for tensor in _in_memory(result):
             new = tensor.untyped_storage().data_ptr() not in known
             if new or func._schema.is_mutable:  # zero_() gives values; an input stays read-only
                 _allow(
@@ -113,7 +116,7 @@ _one_at_a_time = threading.RLock()
 def _watched(module: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def call(*args: Any) -> Any:
-        with _one_at_a_time, tensors(module, inputs=tree_leaves(args)), _Allocations(module):
+        with _one_at_a_time, tensors(module, inputs=args), _Allocations(module):
             return kernel(*args)
 
     return call
