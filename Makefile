@@ -58,7 +58,7 @@ sanitize: $(STAMPS)/test
 	$(BIN)/python -c 'import sys; sys.path.pop(0); import pyckpt; print("under test:", pyckpt.backends.native.__file__)' \
 	    | grep '$(SANITIZED)' && \
 	$(BIN)/pytest -p tests._backend_report -p no:faulthandler -p no:cacheprovider --capture=sys --require-backend cpu \
-	    -m 'not slow' -k 'not cuda_emulated and not triton_interpreted' $(SANITIZED_TESTS) $(ARGS)
+	    -m 'not slow' -k 'not cuda_emulated and not triton_interpreted and not reference' $(SANITIZED_TESTS) $(ARGS)
 
 # The CUDA kernels on the CPU, every access of theirs checked: no GPU and no nvcc, but CUDA's headers (tests/simt/build.py).
 simt: $(STAMPS)/test

@@ -80,7 +80,7 @@ PYCKPT_HD float scaled_power(float scale, float a, float c) {
 PYCKPT_HD float exp_reduced(float r) {
   const float r2 = r * r;
   const float middle = fused(8.368715486e-03f, r, 4.166838789e-02f), low = fused(1.666652064e-01f, r, 4.999999345e-01f);
-  return fused(fused(fused(1.381460308e-03f, r2, middle), r2, low), r2, 1.0f + r);
+  return fused(fused(fused(1.381460308e-03f, r2, middle), r2, low), r2, r) + 1.0f;
 }
 PYCKPT_HD double exp_reduced(double r) {
   const double r2 = r * r, r4 = r2 * r2;

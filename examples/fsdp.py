@@ -13,42 +13,12 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
+from gpt import GPT, batches, loss_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import pyckpt
 from pyckpt import memory
-
-
-class Block(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
-
-
-class GPT(nn.Module):
-    def __init__(self, vocabulary, tokens, width, layers, heads):
-        super().__init__()
-        self.embed, self.position = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, ids):
-        x = self.embed(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 def train(args, device, recompute):
@@ -60,25 +30,17 @@ def train(args, device, recompute):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
     losses, seconds = [], []
-
-    def loss_of(ids):
-        logits = model(ids)
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-    for _ in range(args.steps):
-        # Runs of counting numbers: something to learn.
-        start = torch.randint(args.vocabulary, (args.batch, 1), generator=generator)
-        ids = ((start + torch.arange(args.tokens)) % args.vocabulary).to(device)
+    for ids in batches(args.vocabulary, args.tokens, args.batch, args.steps, seed=1 + dist.get_rank()):
+        ids = ids.to(device)
         begin = time.perf_counter()
         optimizer.zero_grad()
-        loss = loss_of(ids)
+        loss = loss_of(model(ids), ids)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - begin)
-    peak = memory.peak_bytes(lambda: loss_of(ids).backward(), device=device)
+    peak = memory.peak_bytes(lambda: loss_of(model(ids), ids).backward(), device=device)
     return losses, sorted(seconds[1:])[len(seconds[1:]) // 2], peak
 
 

@@ -20,7 +20,7 @@ from ..ops.attention import attention, attention_with_weights, has_kernels
 try:
     from transformers.utils.output_capturing import _active_collector
 except ImportError:  # a version that tells
-    _active_collector = None  # type: ignore[assignment]
+    _active_collector = None
 
 NAME = "pyckpt"
 _MARK = "_pyckpt_attention"  # on a converted model: its implementations before, as set_attn_implementation takes them
@@ -74,8 +74,8 @@ def attention_forward(
 
 def _weights_are_collected() -> bool:
     """Models collect weights for ``output_attentions=True`` by hooks, and not all tell their attention of it."""
-    collected = None if _active_collector is None else _active_collector.get()
-    return bool(collected) and any("attentions" in name for name in collected)
+    collected = _active_collector.get() if _active_collector else None
+    return any("attentions" in name for name in collected or ())
 
 
 AttentionInterface.register(NAME, attention_forward)
