@@ -38,8 +38,9 @@ def test_accuracy_on_every_instruction_set(case, dtype, isa):
 def test_sizes(case, shape, backend):
     if case.causal:
         shape = shape if len(shape) > 1 else (1, *shape)
-    # Small ones need many draws: in a single one eager's largest error is a matter of luck.
-    draws = max(3, min(8 if backend == "triton_interpreted" else 20, 20_000 // torch.Size(shape).numel()))
+    # Few rows need many draws: how well eager does in its worst one is a matter of luck.
+    rows = torch.Size(shape[:-1]).numel()
+    draws = max(3, min(8 if backend == "triton_interpreted" else 20, 100 // rows))
     compare(case, lambda: torch.randn(shape, dtype=torch.float64), torch.float32, draws, what=str(shape))
 
 

@@ -47,3 +47,14 @@ def test_fsdp_by_torchrun():
     without, with_engine = mebibytes(output)
     assert with_engine < 0.85 * without
     assert "losses: the same bits" in output
+
+
+def test_a_budget_for_24_layers():
+    sizes = {"layers": 24, "width": 64, "heads": 2, "tokens": 128, "batch": 4, "vocabulary": 64, "steps": 3}
+    arguments = [text for name, size in sizes.items() for text in (f"--{name}", size)]
+    output = run(EXAMPLES / "budget.py", "--budget", 0.25, *arguments)
+    eager, _, planned = mebibytes(output)
+    assert planned < 0.3 * eager
+    (line,) = (line for line in output.splitlines() if line.startswith("planned") and "MiB" in line)
+    assert "does not fit" not in line
+    assert "converted and planned: the same bits" in output

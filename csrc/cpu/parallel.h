@@ -88,6 +88,20 @@ PYCKPT_HD double total_of(const F* lanes) {
   return ((((sums[0] + sums[8]) + (sums[4] + sums[12])) + ((sums[2] + sums[10]) + (sums[6] + sums[14]))) +
           (((sums[1] + sums[9]) + (sums[5] + sums[13])) + ((sums[3] + sums[11]) + (sums[7] + sums[15]))));
 }
+// Of doubles, what the additions lose is added in the end.
+PYCKPT_HD double total_of(const double* lanes) {
+  double sums[kLanes], lost[kLanes] = {};
+  for (int64_t j = 0; j < kLanes; ++j) sums[j] = lanes[j];
+  for (int64_t width = kLanes / 2; width >= 1; width /= 2) {
+#pragma omp simd
+    for (int64_t j = 0; j < width; ++j) {
+      const double a = sums[j], b = sums[j + width], s = a + b, t = s - a;
+      lost[j] += lost[j + width] + ((a - (s - t)) + (b - t));
+      sums[j] = s;
+    }
+  }
+  return __builtin_isfinite(sums[0]) ? sums[0] + lost[0] : sums[0];
+}
 struct Add {
   template <class F>
   F operator()(F a, F b) const {
