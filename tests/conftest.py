@@ -1,6 +1,7 @@
 """Fixtures: the backends of this machine, the instruction sets of its processor, reproducible random numbers."""
 
 import functools
+import gc
 import os
 import platform
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from pyckpt import _checks, backends, engine
+from pyckpt.memory import allocated_bytes
 from pyckpt.ops.attention import attention_fwd
 from tests import _interpreter, simt
 
@@ -23,6 +25,23 @@ _interpreter.register()
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _few_objects():
+    """What measures memory collects garbage, often: it shall go over the test's own objects, not over all that stands."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def counted():
+    """Skips where the allocator cannot be counted, as under AddressSanitizer."""
+    try:
+        allocated_bytes("cpu")
+    except RuntimeError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch import nn
 
 import pyckpt
 from pyckpt import backends
-from pyckpt.memory import allocated_bytes, saved_bytes
+from pyckpt.memory import saved_bytes
 
 MASKS = ("none", "causal", "additive", "per head")
 PADDINGS = ("none", "boolean", "additive")
@@ -109,15 +109,7 @@ def test_multihead_attention_misuse():
             module(x, x, x, attn_mask=torch.zeros(2, 2, dtype=torch.int64))
 
 
-@pytest.fixture
-def counted(native):
-    try:
-        allocated_bytes("cpu")
-    except RuntimeError as error:
-        pytest.skip(str(error))
-
-
-def test_multihead_attention_keeps_no_weights(counted, one_thread):
+def test_multihead_attention_keeps_no_weights(native, counted, one_thread):
     """x (the caller's), q, k, v and the output, whether weights are returned (and dropped by the caller) or not."""
     x = torch.randn(4, 256, 64, requires_grad=True)
     module = pyckpt.nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=True)
@@ -233,7 +225,7 @@ def test_attention_implementation_by_name(one_thread):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_bert_block_with_dropout(counted, one_thread):
+def test_bert_block_with_dropout(native, counted, one_thread):
     """Attention and hidden dropout 0.1: 21 sbh a layer or less, where PyTorch keeps 60 and more."""
     pytest.importorskip("transformers")
     width, batch, length = 128, 4, 256

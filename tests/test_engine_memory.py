@@ -16,15 +16,7 @@ from tests._engine import assert_same, blocks, gradients, region
 
 LAYERS, HIDDEN, SEQUENCE, BATCH = 4, 256, 256, 2
 
-pytestmark = pytest.mark.usefixtures("countable")
-
-
-@pytest.fixture
-def countable():
-    try:
-        pyckpt.memory.allocated_bytes()
-    except RuntimeError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("counted")
 
 
 def model_and_input(name, dropout=0.0):

@@ -86,15 +86,7 @@ class _Fresh(torch.autograd.Function):
         return grad
 
 
-@pytest.fixture
-def countable():
-    try:
-        pyckpt.memory.allocated_bytes()
-    except RuntimeError as error:
-        pytest.skip(str(error))
-
-
-@pytest.mark.usefixtures("countable")
+@pytest.mark.usefixtures("counted")
 def test_bytes():
     """20, 12 and 6 sbh; and the peak of the backward does not give them back."""
     model = pyckpt.convert(stack(), recompute=False)
@@ -328,7 +320,7 @@ def test_convert_with_a_policy_then_compile():
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
 
 
-@pytest.mark.usefixtures("countable")
+@pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize("level", LEVELS)
 def test_explain(level):
     told = explain(stack(), sample(), policy=level)

@@ -231,9 +231,11 @@ def _curve(chain: Chain, steps: Sequence[Option]) -> list[int]:
 def _bytes(budget: int | float | str, eager: int) -> int:
     units = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
     if isinstance(budget, str):
-        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmg]i?)?b?\s*", budget.lower())
-        if match:
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmg]i?)?(b?)\s*", budget.lower())
+        if match and (match[2] or match[3]):
             return int(float(match[1]) * units[match[2] or ""])
+        if match:  # from a command line
+            return _bytes(float(match[1]), eager)
     elif isinstance(budget, float) and 0 < budget <= 1:
         return int(budget * eager)
     elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and budget >= 1:
