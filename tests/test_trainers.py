@@ -223,32 +223,65 @@ def test_lora(name, before):
     targets = {"gpt2": ["c_attn", "c_fc", "c_proj"], "llama": ["q_proj", "v_proj", "up_proj", "down_proj"]}[
         name
     ]
+    adapt = peft.LoraConfig(r=4, target_modules=targets, lora_dropout=0.1, task_type="CAUSAL_LM")
     runs = []
     for on in (False, True):
         model = make_model(name)
         if before:
             pyckpt.convert(model, recompute=on)
         torch.manual_seed(2)
-        config = peft.LoraConfig(r=4, target_modules=targets, lora_dropout=0.1, task_type="CAUSAL_LM")
-        model = peft.get_peft_model(model, config)
+        model = peft.get_peft_model(model, adapt)
         if not before:
             pyckpt.convert(model, recompute=on)
-        frozen = [p.clone() for p in model.parameters() if not p.requires_grad]
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        history = []
-        torch.manual_seed(5)
-        with counted() as rebuilt:
-            for batch in torch.utils.data.DataLoader(rows(), batch_size=ROWS):
-                loss = model(**batch).loss
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                history.append(loss.item())
-        assert bool(rebuilt[0]) is on
-        assert history[-1] != history[0]
-        same([([], frozen), ([], [p for p in model.parameters() if not p.requires_grad])])
-        runs.append((history, weights_of(model)))
+        runs.append(adapters_trained(model, on))
     same(runs)
+
+
+def adapters_trained(model, on):
+    """The losses and the weights, after frozen ones were found to be what they were."""
+    frozen = [p.clone() for p in model.parameters() if not p.requires_grad]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    history = []
+    torch.manual_seed(5)
+    with counted() as rebuilt:
+        for batch in torch.utils.data.DataLoader(rows(), batch_size=ROWS):
+            loss = model(**batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            history.append(loss.item())
+    assert bool(rebuilt[0]) is on
+    assert history[-1] != history[0]
+    same([([], frozen), ([], [p for p in model.parameters() if not p.requires_grad])])
+    return history, weights_of(model)
+
+
+def test_qlora():
+    """LoRA over bitsandbytes' 4-bit layers: what their Function saves is left alone, and nothing of a weight is kept unpacked."""
+    peft, bnb = pytest.importorskip("peft"), pytest.importorskip("bitsandbytes")
+    targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
+    adapt = peft.LoraConfig(r=4, target_modules=targets, lora_dropout=0.1, task_type="CAUSAL_LM")
+    runs, kept = [], []
+    batch = next(iter(torch.utils.data.DataLoader(rows(), batch_size=ROWS)))
+    for on in (False, True):
+        model = make_model("llama")
+        for path, linear in [(n, m) for n, m in model.named_modules() if n.endswith(tuple(targets))]:
+            packed = bnb.nn.Linear4bit(
+                linear.in_features,
+                linear.out_features,
+                bias=False,
+                compute_dtype=torch.float32,
+                quant_type="nf4",
+            )
+            packed.load_state_dict({"weight": linear.weight.detach()})
+            model.set_submodule(path, packed.to("cpu"))
+        model.is_loaded_in_4bit = True  # as from_pretrained with a BitsAndBytesConfig sets it
+        torch.manual_seed(2)
+        model = pyckpt.convert(peft.get_peft_model(model, adapt), recompute=on)
+        runs.append(adapters_trained(model, on))
+        kept.append(pyckpt.memory.saved_bytes(lambda model=model: model(**batch).loss))
+    same(runs)
+    assert kept[1] < 0.75 * kept[0], kept
 
 
 def test_linear_probing_keeps_nothing_of_the_frozen_body():
