@@ -217,14 +217,17 @@ def backward(
         return
     height, width, warps = tile(n, x.dtype.itemsize)
     blocks = min(BLOCKS, divide_up(rows, height)) if wants_parameters else 0
-    if n > WIDEST_BACKWARD:
+    # Rows that start anywhere are loaded by the element, which takes registers: sums of two gradients would spill.
+    scarce = kind == LAYER and wants_parameters and width > WIDEST_AHEAD and n % 16 != 0
+    in_pieces = n > WIDEST_BACKWARD or scarce
+    if in_pieces:
         blocks = min(norm_long.BLOCKS, divide_up(rows, norm_long.ROWS)) if wants_parameters else 0
     planes = 2 if kind == LAYER else 1
     # What is rounded to 16 bits in the end is summed in float32.
     sums = torch.float32 if x.dtype.itemsize == 2 else torch.float64
     partial = statistics.new_empty((planes, blocks, n), dtype=sums) if wants_parameters else None
     operands = grad, x, weight, statistics, dx, partial, rows, n, *view, *grad_view, bits(eps)
-    if n > WIDEST_BACKWARD:
+    if in_pieces:
         norm_long.backward(blocks, x, operands, kind == LAYER)
     else:
         tiles = divide_up(divide_up(rows, height), blocks) if wants_parameters else 1
