@@ -39,8 +39,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t kv_head = divide(at.head, divide(a.heads, a.kv_heads).quotient).quotient;
   const auto k_rows = a.k.rows_of(at.batch, kv_head), v_rows = a.v.rows_of(at.batch, kv_head);
   const int lane = int(threadIdx.x) % 32, of_warp = int(threadIdx.x) / 32 * 16 * kM, column = lane % 4 * 2;
-  const int64_t row = at.first + of_warp + lane / 4;  // of [m][half]: 16 m + 8 half further
-  const int64_t all_see = a.visible(at.first);
+  const int of_lane = of_warp + lane / 4;  // row of [m][half] in the tile: 16 m + 8 half further
   const int64_t tiles = divide_up(a.visible(smaller(at.first + Tiles::kRows, a.queries) - 1), kKeys);
   const DropoutRule rule = a.seeded();
 
@@ -65,6 +64,7 @@ __global__ void __launch_bounds__(kThreads)
     if (tile + 1 < tiles) fetch(tile + 1);
     float s[kM][kKeys / 8][4] = {}, factor[kM][2];
     Rows::multiply_rows(s, q + of_warp * Rows::kPitch, k + buffer);
+    const Limits limits = limits_of(a, at.first, first);
     int grown = 0;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -75,8 +75,8 @@ __global__ void __launch_bounds__(kThreads)
         for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) s[m][n][i] *= a.scale2;
-        if (first + kKeys > all_see) {
-          const int seen = seen_of<kKeys>(a, row + 16 * m + 8 * half, first);
+        if (limits.seen(0) < kKeys) {
+          const int seen = limits.seen(of_lane + 16 * m + 8 * half);
 #pragma unroll
           for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int m = 0; m < kM; ++m)
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n) {
-          const int64_t element = (at.of_all * a.queries + row + 16 * m) * a.keys + first + 8 * n;
+          const int64_t element = (at.of_all * a.queries + at.first + of_lane + 16 * m) * a.keys + first + 8 * n;
           const unsigned kept = kept_by_columns(rule, element, a.keys);
 #pragma unroll
           for (int i = 0; i < 4; ++i) s[m][n][i] = kept >> i & 1 ? s[m][n][i] : 0.0f;
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t query = row + 16 * m + 8 * half;
+      const int64_t query = at.first + of_lane + 16 * m + 8 * half;
       const float total = row_sum(sum[m][half]);
       inverse[m][half] = a.visible(query) ? keep_scale / total : 0.0f;
       if (lane % 4 == 0 && query < a.queries)

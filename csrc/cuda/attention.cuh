@@ -60,11 +60,15 @@ struct Tile {
   template <int kRows>
   PYCKPT_DEVICE void fetch(T* tile, const HeadRows<const T>& from, int64_t first, int64_t begin, int64_t end) {
     static_assert(kRows * kChunks % kThreads == 0, "every thread copies as much");
+    constexpr int kStep = kThreads / kChunks;
+    const int row = int(threadIdx.x) / kChunks, column = int(threadIdx.x) % kChunks * kVector<T>;
+    const int low = begin > first ? int(smaller(begin - first, kRows)) : 0, high = int(smaller(end - first, kRows));
+    const T* source = from.first + (first + row) * from.stride + column;
 #pragma unroll
-    for (int i = 0; i < kRows * kChunks / kThreads; ++i) {
-      const int chunk = i * kThreads + int(threadIdx.x), row = chunk / kChunks, column = chunk % kChunks * kVector<T>;
-      const bool valid = first + row >= begin && first + row < end;
-      simt::cp_async_16(tile + row * kPitch + column, from.first + (valid ? (first + row) * from.stride + column : 0), valid);
+    for (int i = 0; i < kRows; i += kStep) {
+      const bool valid = row + i >= low && row + i < high;
+      simt::cp_async_16(tile + (row + i) * kPitch + column, valid ? source : from.first, valid);
+      source += kStep * from.stride;
     }
   }
 
@@ -208,11 +212,18 @@ PYCKPT_DEVICE Place place_of(int64_t blocks, int64_t heads, int rows, bool last_
   return {head.remainder, head.quotient, part.quotient, (last_first ? blocks - 1 - part.remainder : part.remainder) * rows};
 }
 
-// Keys of a tile that begins at `first` which the query sees, at most kKeys.
-template <int kKeys, class T>
-PYCKPT_DEVICE int seen_of(const AttentionCall<T>& a, int64_t query, int64_t first) {
-  const int64_t seen = a.visible(query) - first;
-  return seen < 0 ? 0 : int(smaller(seen, kKeys));
+// Of a tile of scores, how many of its keys a query sees; both counted from the tile's first. None if negative.
+struct Limits {
+  int diagonal, end;
+  PYCKPT_MEMBER int seen(int query) const { return min(diagonal + query, end); }
+};
+PYCKPT_DEVICE int clamped(int64_t x) {
+  constexpr int kFar = 1 << 20;  // beyond any tile
+  return x < -kFar ? -kFar : x > kFar ? kFar : int(x);
+}
+template <class T>
+PYCKPT_DEVICE Limits limits_of(const AttentionCall<T>& a, int64_t query, int64_t key) {
+  return {clamped(query + a.reach + 1 - key), clamped(a.seen_keys - key)};
 }
 
 template <class T>

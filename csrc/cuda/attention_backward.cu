@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kPreparing)
 
 template <class T, int kWidth>
 struct KeyTiles {
-  static constexpr int kM = kWidth == 64 ? 2 : 1, kKeys = 16 * kM * kWarps, kQueries = 32;
+  static constexpr int kM = 1, kKeys = 16 * kM * kWarps, kQueries = kWidth == 64 ? 64 : 32;
   static size_t bytes() {
     using Rows = Tile<T, kWidth>;
     return 2 * simt::shared_size<T>(Rows::elements(kKeys)) + 2 * simt::shared_size<T>(2 * Rows::elements(kQueries)) +
@@ -101,22 +101,22 @@ __global__ void __launch_bounds__(kThreads)
     float s[kM][kQueries / 8][4] = {}, dp[kM][kQueries / 8][4] = {};
     Rows::multiply_rows(s, k + of_warp * Rows::kPitch, q + buffer);
     Rows::multiply_rows(dp, v + of_warp * Rows::kPitch, g + buffer);
-    const bool masked = at.first + kKeys > a.visible(first);
+    const Limits limits = limits_of(a, first, at.first);
 #pragma unroll
     for (int n = 0; n < kQueries / 8; ++n)
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
-        const int64_t query = first + 8 * n + column;
+        const int query = 8 * n + column;
         unsigned kept = 15;
         if constexpr (kDropout)
-          kept = kept_by_rows(rule, ((at.batch * a.heads + head) * a.queries + query) * a.keys + at.first + of_warp + 16 * m,
-                              a.keys);
+          kept = kept_by_rows(
+              rule, ((at.batch * a.heads + head) * a.queries + first + query) * a.keys + at.first + of_warp + 16 * m, a.keys);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float* const of_query = of_tile + 8 * n + column + i % 2;
+          const float* const of_query = of_tile + query + i % 2;
           float p = simt::power_of_two(fused(s[m][n][i], a.scale2, -of_query[0]));
           float ds = p * ((kept >> i & 1 ? dp[m][n][i] * keep_scale : 0.0f) - of_query[kQueries]);
-          if (masked && of_lane + 16 * m + i / 2 * 8 >= seen_of<kKeys>(a, query + i % 2, at.first)) p = ds = 0;
+          if (of_lane + 16 * m + i / 2 * 8 >= limits.seen(query + i % 2)) p = ds = 0;
           s[m][n][i] = kept >> i & 1 ? p : 0.0f;
           dp[m][n][i] = ds;
         }
@@ -163,8 +163,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t kv_head = divide(at.head, divide(a.heads, a.kv_heads).quotient).quotient;
   const auto k_rows = a.k.rows_of(at.batch, kv_head), v_rows = a.v.rows_of(at.batch, kv_head);
   const int lane = int(threadIdx.x) % 32, of_warp = int(threadIdx.x) / 32 * 16 * kM, column = lane % 4 * 2;
-  const int64_t row = at.first + of_warp + lane / 4;
-  const int64_t all_see = a.visible(at.first);
+  const int of_lane = of_warp + lane / 4;  // row of [m][half] in the tile: 16 m + 8 half further
   const int64_t tiles = divide_up(a.visible(smaller(at.first + Tiles::kRows, a.queries) - 1), kKeys);
   const DropoutRule rule = a.seeded();
   const float keep_scale = kDropout ? float(rule.keep_scale) : 1.0f;
@@ -185,7 +184,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float* const numbers = rows + at.of_all * 2 * a.padded + row + 16 * m + 8 * half;
+      const float* const numbers = rows + at.of_all * 2 * a.padded + at.first + of_lane + 16 * m + 8 * half;
       logarithm[m][half] = numbers[0];
       along[m][half] = numbers[a.padded];
     }
@@ -199,16 +198,15 @@ __global__ void __launch_bounds__(kThreads)
     float s[kM][kKeys / 8][4] = {}, dp[kM][kKeys / 8][4] = {};
     Rows::multiply_rows(s, q + of_warp * Rows::kPitch, k + buffer);
     Rows::multiply_rows(dp, g + of_warp * Rows::kPitch, v + buffer);
-    const bool masked = first + kKeys > all_see;
+    const Limits limits = limits_of(a, at.first, first);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      const int64_t query = row + 16 * m;
-      const int seen[2] = {masked ? seen_of<kKeys>(a, query, first) : kKeys,
-                           masked ? seen_of<kKeys>(a, query + 8, first) : kKeys};
+      const int seen[2] = {limits.seen(of_lane + 16 * m), limits.seen(of_lane + 16 * m + 8)};
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n) {
         unsigned kept = 15;
-        if constexpr (kDropout) kept = kept_by_columns(rule, (at.of_all * a.queries + query) * a.keys + first + 8 * n, a.keys);
+        if constexpr (kDropout)
+          kept = kept_by_columns(rule, (at.of_all * a.queries + at.first + of_lane + 16 * m) * a.keys + first + 8 * n, a.keys);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float p = simt::power_of_two(fused(s[m][n][i], a.scale2, -logarithm[m][i / 2]));
@@ -222,8 +220,8 @@ __global__ void __launch_bounds__(kThreads)
     Rows::multiply_columns(sum, left, k + buffer);
   }
   Rows::store(
-      sum, [&](int m, int half) { return a.visible(row + 16 * m + 8 * half) ? a.scale : 0.0f; }, q + of_warp * Rows::kPitch,
-      dq.rows_of(at.batch, at.head), at.first + of_warp, a.queries);
+      sum, [&](int m, int half) { return a.visible(at.first + of_lane + 16 * m + 8 * half) ? a.scale : 0.0f; },
+      q + of_warp * Rows::kPitch, dq.rows_of(at.batch, at.head), at.first + of_warp, a.queries);
 }
 
 void attention_backward(const AttentionArguments& a, const AttentionGradients& b, Where where) {
