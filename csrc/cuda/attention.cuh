@@ -92,7 +92,23 @@ struct Tile {
     }
   }
 
-  // d += p b: rows of a tile weighted by p.
+  // d += p b, e += r b: rows of a tile weighted by p, and by r.
+  template <int kM, int kSteps>
+  PYCKPT_DEVICE void multiply_columns(float (&d)[kM][kWidth / 8][4], const uint32_t (&p)[kSteps][kM][4],
+                                      float (&e)[kM][kWidth / 8][4], const uint32_t (&r)[kSteps][kM][4], const T* b) {
+    const int lane = int(threadIdx.x) % 32;
+    const T* const of_b = b + lane % 16 * kPitch + lane / 16 * 8;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+      for (int n = 0; n < kWidth / 8; n += 2) {
+        uint32_t right[4];
+        simt::ldmatrix_x4<true>(right, of_b + 16 * k * kPitch + 8 * n);
+        multiply_pair<kM>(d, n, p[k], right);
+        multiply_pair<kM>(e, n, r[k], right);
+      }
+  }
+  // d += p b
   template <int kM, int kSteps>
   PYCKPT_DEVICE void multiply_columns(float (&d)[kM][kWidth / 8][4], const uint32_t (&p)[kSteps][kM][4], const T* b) {
     const int lane = int(threadIdx.x) % 32;
