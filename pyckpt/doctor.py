@@ -35,9 +35,7 @@ _NO_GPU = {
     "cuda": "no GPU yet: emulated on the CPU only",
     "triton": "no GPU yet: Triton's interpreter only",
 }
-RUN_ON: dict[str, dict[str, str]] = {
-    name: {"cpu": "x86-64 hardware", **_NO_GPU} for name in F.__all__
-}
+RUN_ON: dict[str, dict[str, str]] = {name: {"cpu": "x86-64 hardware", **_NO_GPU} for name in F.__all__}
 del RUN_ON["attention"]["triton"]
 
 _PACKAGES = ("pyckpt", "torch", "numpy", "triton", "transformers")

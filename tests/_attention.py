@@ -136,6 +136,7 @@ SHAPES = {
     "equal": (2, 3, 3, 17, 17, 16, 16),
     "grouped heads, more keys": (2, 4, 2, 9, 21, 24, 24),
     "one kv head, fewer keys, wider values": (1, 4, 1, 21, 6, 40, 80),
+    "one kv head, 64 wide": (1, 2, 1, 40, 33, 64, 64),
 }
 
 

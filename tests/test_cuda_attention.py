@@ -16,11 +16,16 @@ from tests import _attention as attention
 from tests import _oracle as oracle
 from tests import simt
 from tests._attention import FEATURES
+from tests._attention_table import ON_CUDA as SERVED
 
-SERVED = ["no mask", "causal, top left", "causal, bottom right", "dropout"]
-# (batch, heads, kv heads, queries, keys, width, v width): a tile's rows and keys are not reached, just so, and exceeded; keys that
-# are and are not a multiple of 4, by which dropout's blocks are drawn.
-SHAPES = [(2, 4, 2, 9, 21, 64, 64), (1, 2, 1, 40, 33, 128, 128), (1, 1, 1, 131, 96, 64, 64), (1, 1, 1, 70, 130, 128, 128)]
+# (batch, heads, kv heads, queries, keys, width, v width): fewer rows and keys than a tile has, and more; keys that are and are
+# not a multiple of 4, by which dropout's blocks are drawn.
+SHAPES = [
+    (2, 4, 2, 9, 21, 64, 64),
+    (1, 2, 1, 40, 33, 128, 128),
+    (1, 1, 1, 131, 96, 64, 64),
+    (1, 1, 1, 70, 130, 128, 128),
+]
 
 tensor_cores = pytest.mark.parametrize("backend", ["cuda", "cuda_emulated"], indirect=True)
 emulated = pytest.mark.parametrize("backend", ["cuda_emulated"], indirect=True)
@@ -78,7 +83,9 @@ def test_hard_inputs(change, name, dtype, backend, one_thread):
         tensors = attention.make((1, 2, 1, 36, 150, 64, 64), dtype)
         change(*tensors[:3])
         feature = FEATURES[name](*tensors[:2])
-        results.append([compute(*tensors, feature) for compute in (attention.ours, attention.eager, attention.exact)])
+        results.append(
+            [compute(*tensors, feature) for compute in (attention.ours, attention.eager, attention.exact)]
+        )
     for i, what in enumerate(["out", "dq", "dk", "dv"]):
         oracle.check(*([r[side][i] for r in results] for side in range(3)), what)
 
@@ -264,4 +271,3 @@ def test_on_a_gpu_the_rest_goes_to_another_backend(monkeypatch):
 
 def _unserved(q, k, v, *rest):
     return unserved(q, k, v, *split(rest))
-

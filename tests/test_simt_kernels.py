@@ -75,7 +75,9 @@ def attention_step(name, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("name", "shape"), [(n, s) for n, shapes in ATTENTION.items() for s in shapes], ids=str)
+@pytest.mark.parametrize(
+    ("name", "shape"), [(n, s) for n, shapes in ATTENTION.items() for s in shapes], ids=str
+)
 def test_attention_in_every_order(checked, name, shape, dtype):
     results = []
     for order in ORDERS:
@@ -90,7 +92,10 @@ def barriers():
     for path in sorted([*KERNELS.glob("*.cu"), *KERNELS.glob("*.cuh")]):
         lines = path.read_text().splitlines()
         for number, line in enumerate(lines, 1):
-            if re.search(r"\b(__sync(threads|warp)\(|cp_async_wait<\d>\(\))", line.partition("//")[0]) and path.name != "ptx.h":
+            if (
+                re.search(r"\b(__sync(threads|warp)\(|cp_async_wait<\d>\(\))", line.partition("//")[0])
+                and path.name != "ptx.h"
+            ):
                 found[str(path), number] = lines[number - 2].strip()
     return found
 

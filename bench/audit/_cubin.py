@@ -34,8 +34,9 @@ RESERVED_SHARED = 1 << 10  # of each block, by the system
 class Kernel:
     """One kernel for one architecture.
 
-    `loads` and `stores` count instructions on global memory by their width in bits; `shared` is static shared memory in bytes;
-    asynchronous copies to shared memory are loads; `spill_loads` and `spill_stores` are accesses to local memory, which a kernel without arrays makes only to spill registers.
+    `loads` and `stores` count instructions on global memory by their width in bits, asynchronous copies to shared memory among
+    the loads; `shared` is static shared memory in bytes; `spill_loads` and `spill_stores` are accesses to local memory, which a
+    kernel without arrays makes only to spill registers.
     """
 
     name: str

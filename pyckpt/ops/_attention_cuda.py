@@ -96,9 +96,7 @@ class CudaAttention:
         check_backward(grad, q, v, out, logsumexp)
         self._check(q, k, v, given, options)
         gradients = [torch.empty_like(x) if w else None for x, w in zip((q, k, v), wanted, strict=False)]
-        written = [
-            g if g is None or _readable(g) else g.new_empty(g.shape) for g in gradients
-        ]
+        written = [g if g is None or _readable(g) else g.new_empty(g.shape) for g in gradients]
         q, k, v, out, grad = (_rows(x) for x in (q, k, v, out, grad))
         sizes = _sizes(q, k, options)
         rows = q.new_empty((*q.shape[:2], 2, -(-q.shape[2] // _ROWS) * _ROWS), dtype=torch.float32)
