@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from pyckpt import backends
+from pyckpt.ops._registry import Unserved
 from tests import _attention as attention
 from tests import simt
 from tests._oracle import DTYPES
@@ -30,6 +31,8 @@ def _cell(name, backend):
                 shape = "one kv head, 64 wide" if backend == CUDA else "grouped heads, more keys"
                 attention.check(name, attention.SHAPES[shape], dtype)
                 passed.append(SHORT[dtype])
+            except Unserved:
+                pass
             except (AssertionError, NotImplementedError) as error:
                 print(f"{name}, {backend}, {dtype}: {str(error)[:200]}", file=sys.stderr)
     return " ".join(passed) or "-"

@@ -109,7 +109,7 @@ def test_cuda_kernels_are_told_by_their_names():
 
 
 def test_attention_is_held_to_its_tiles():
-    """64 queries and 32 keys of width 128: in each of 4 warps 4 tiles x 8 steps for S and for dP, 16 x 2 for each of the others."""
+    """64 queries and 32 keys of width 128: in each of 4 warps 4 tiles x 8 steps for S and for dP, 16 x 2 for the other two."""
     what = _cuda.described(
         "void pyckpt::cuda::attention_queries_kernel<__nv_bfloat16, 128, true>(pyckpt::cuda::AttentionCall<int>)"
     )
