@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import pyckpt.functional as F
+from bench import _harness, _run
 from pyckpt import backends
 from pyckpt.ops._attention_cuda import unserved
 from pyckpt.ops._attention_definition import Given, Options, split
@@ -271,3 +272,15 @@ def test_on_a_gpu_the_rest_goes_to_another_backend(monkeypatch):
 
 def _unserved(q, k, v, *rest):
     return unserved(q, k, v, *split(rest))
+
+
+@emulated
+def test_the_benchmark_says_what_is_not_served(backend, one_thread):
+    states = []
+    for dtype in ("fp32", "bf16"):
+        config = _run.Config("attention_causal", dtype, (64, 64), compile=False)
+        effort = _harness.Effort(0.01, least=2, most=2)
+        rows = _run.measure(config, torch.device("cpu"), effort, _run.Compiler(0), backend, 0)
+        states += [row["status"] for row in rows if row["impl"] == "pyckpt"]
+    assert states[0].startswith(f"skipped: backend '{backend}' has no attention kernels for float32 operands")
+    assert states[1] == "ok"
