@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pyckpt import memory
+from pyckpt.ops._registry import Unserved
 
 from ._check import CheckFailed, Error, errors, errors_random, judge
 from ._harness import Effort, copy_of, graphed, time_in_turn
@@ -221,8 +222,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Check, time and count one case: rows for eager, torch.compile (if `config` asks), `peers` and pyckpt.
 
-    A row whose result is wrong or whose call raises has no figures and a `status` that begins with "error";
-    where torch.compile or a peer does not do it begins with "skipped". Memory is None where it cannot be counted.
+    A row whose result is wrong or whose call raises has no figures and a `status` that begins with "error"; where torch.compile
+    or a peer does not do it, or our kernels are not made for it, with "skipped". Memory is None where it cannot be counted.
     """
     case, grad_output = _draw(config, device, seed)
     rows = {
@@ -259,6 +260,8 @@ def measure(
     try:
         verify(config, device, seed)
         calls["pyckpt"] = case.pyckpt
+    except Unserved as reason:
+        rows["pyckpt"]["status"] = f"skipped: {reason}"
     except Exception as error:  # a kernel that raises must not hide the other rows
         rows["pyckpt"]["status"] = f"error: {type(error).__name__}: {error}"
 

@@ -72,4 +72,27 @@ struct SoftmaxGradients {
   bool masked;
 };
 
+// A tensor of (batch, heads, rows, width) in elements: columns adjacent, rows aligned to 16 bytes.
+struct HeadsView {
+  void* data;
+  int64_t batch, head, row;  // strides
+};
+
+// Attention in one kernel, without masks (csrc/cuda/attention.cu).
+struct AttentionArguments {
+  int dtype;
+  int64_t batch, heads, kv_heads, queries, keys, width;
+  double scale;
+  int64_t reach;  // query i sees keys up to i + reach
+  double dropout_p;
+  const int64_t* seed;  // null: no dropout
+  HeadsView q, k, v, out;
+  float* logsumexp;  // batch x heads x queries
+};
+
+struct AttentionGradients {
+  HeadsView grad, dq, dk, dv;  // without data where no gradient is wanted
+  float* rows;  // memory for two numbers a query: batch x heads x 2 x (queries rounded up to 128), aligned to 16 bytes
+};
+
 }  // namespace pyckpt

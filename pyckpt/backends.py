@@ -74,8 +74,9 @@ _local = _Local()
 
 # On CUDA tensors, for ops that were measured: the faster backend, and the results file that says so. All others: Triton. On ROCm
 # there is only Triton.
-# Attention has no kernels there yet: plain PyTorch serves it.
-ON_CUDA: dict[str, tuple[str, str]] = {"attention": ("reference", "")}
+ON_CUDA: dict[str, tuple[str, str]] = {}
+# Ops that Triton has no kernels for yet: there the CUDA kernels serve what they are made for, and plain PyTorch the rest.
+NOT_IN_TRITON = frozenset({"attention"})
 
 
 def register(
@@ -122,20 +123,24 @@ def asked_for() -> bool:
     return (_local.forced or _environment) is not None
 
 
-def select(device_type: str, op: str = "") -> str:
-    """Name of the backend that serves tensors on `device_type` now, for an op of :mod:`pyckpt.functional`."""
+def select(device_type: str, op: str = "", without: str = "") -> str:
+    """Name of the backend that serves tensors on `device_type` now, for an op of :mod:`pyckpt.functional`.
+
+    `without`: one that does not do for the call at hand, unless it was asked for by name.
+    """
     forced = _local.forced or _environment
     if forced is not None and forced.device_type in (None, device_type):
         return forced.name
     name = _default.get(device_type)
-    return name if name is not None else _of_several(device_type, op)
+    return name if name is not None else _of_several(device_type, op, without)
 
 
-def _of_several(device_type: str, op: str) -> str:
+def _of_several(device_type: str, op: str, without: str) -> str:
     if device_type != "cuda":
         return "reference"
     names = [ON_CUDA.get(op, ("triton",))[0], "triton", "cuda"]
-    usable = (name for name in names if not (name == "cuda" and torch.version.hip))
+    missing = {without, "cuda" if torch.version.hip else "", "triton" if op in NOT_IN_TRITON else ""}
+    usable = (name for name in names if name not in missing)
     return next((name for name in usable if _backends[name].available), "reference")
 
 

@@ -136,6 +136,7 @@ SHAPES = {
     "equal": (2, 3, 3, 17, 17, 16, 16),
     "grouped heads, more keys": (2, 4, 2, 9, 21, 24, 24),
     "one kv head, fewer keys, wider values": (1, 4, 1, 21, 6, 40, 80),
+    "one kv head, 64 wide": (1, 2, 1, 40, 33, 64, 64),
 }
 
 
@@ -228,11 +229,11 @@ def exact(q, k, v, grad, feature):
         t = np.tanh(s / WIDE(cap))
         s, slope = cap * t, 1 - t * t
     if feature.add is not None:
-        add = feature.add.numpy().astype(WIDE)
+        add = feature.add.cpu().numpy().astype(WIDE)
         s = s + np.where(np.isneginf(add), WIDE(0), add)
     keep = np.ones(s.shape, dtype=bool)
     if feature.keep is not None:
-        keep = np.broadcast_to(feature.keep.numpy(), s.shape)
+        keep = np.broadcast_to(feature.keep.cpu().numpy(), s.shape)
     top = np.where(keep, s, -np.inf).max(-1, keepdims=True, initial=-np.inf)
     e = np.where(keep, np.exp(np.where(keep, s - np.where(np.isneginf(top), 0, top), 0)), WIDE(0))
     total = e.sum(-1, keepdims=True)

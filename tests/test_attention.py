@@ -33,6 +33,14 @@ def test_accuracy(name, shape, dtype, backend, one_thread):
     attention.check(name, shape, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("name", _attention_table.ON_CUDA)
+def test_accuracy_of_wide_heads(name, width, dtype, backend, one_thread):
+    """What tensor cores are used for."""
+    attention.check(name, (1, 2, 1, 40, 33, width, width), dtype, draws=6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["no mask", "causal, bottom right", "all together"])
 def test_accuracy_of_many_blocks(name, dtype, native, monkeypatch, one_thread):
@@ -300,4 +308,4 @@ def test_table_of_features_is_current():
         pytest.skip("no checkout around the tests")
     told = _attention_table.features_told()
     assert list(told) == list(FEATURES)
-    assert all(cell == "fp32 bf16 fp16 fp64" for cells in told.values() for cell in cells)
+    assert told == {name: _attention_table.expected(name) for name in FEATURES}

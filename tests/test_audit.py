@@ -108,6 +108,26 @@ def test_cuda_kernels_are_told_by_their_names():
     assert (gelu.kernel, gelu.shape, gelu.loads, gelu.stores) == ("GeluErf backward", "dense", 4, 2)
 
 
+def test_attention_is_held_to_its_tiles():
+    """64 queries and 32 keys of width 128: in each of 4 warps 4 tiles x 8 steps for S and for dP, 16 x 2 for the other two."""
+    what = _cuda.described(
+        "void pyckpt::cuda::attention_queries_kernel<__nv_bfloat16, 128, true>(pyckpt::cuda::AttentionCall<int>)"
+    )
+    assert (what.kernel, what.dtype, what.shape) == (
+        "attention backward, queries",
+        "bfloat16",
+        "width 128, dropout",
+    )
+    assert what.products == 4 * 32 and (what.loads, what.stores) == (32, 8)
+    assert what.shared == (2 * 64 + 4 * 32) * (128 + 8) * 2
+    few = SASS.format(registers=40, load="128", store="128", spill="").replace(
+        "FADD R4", "HMMA.16816.F32.BF16 R4"
+    )
+    (kernel,) = _cubin.parse(few)
+    what = _cuda.Described("kernel", "bfloat16", "", 128, products=2)
+    assert _cuda._row(what, kernel, "sm_90").problems == ["1 products on tensor cores instead of 2"]
+
+
 def test_a_narrowed_cuda_kernel_fails():
     (kernel,) = _cubin.parse(SASS.format(registers=40, load="128", store="64", spill=""))
     what = _cuda.Described("kernel", "bfloat16", "dense", 256, loads=1, stores=1)

@@ -100,6 +100,7 @@ def test_choice_on_cuda(monkeypatch):
 
     monkeypatch.setattr(backends, "ON_CUDA", {"gelu": ("cuda", "bench/results/some.json")})
     monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(backends, "NOT_IN_TRITON", {"silu"})
     chosen = {
         (): ("reference", "reference"),
         ("cuda",): ("cuda", "cuda"),
@@ -109,6 +110,11 @@ def test_choice_on_cuda(monkeypatch):
     for names, expected in chosen.items():
         there(*names)
         assert (backends.select("cuda", "gelu"), backends.select("cuda", "softmax")) == expected
+        assert backends.select("cuda", "silu") == ("cuda" if "cuda" in names else "reference")
+        assert backends.select("cuda", "silu", without="cuda") == "reference"
+        assert backends.select("cuda", "softmax", without="cuda") == (
+            "triton" if "triton" in names else "reference"
+        )
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert backends.select("cuda", "gelu") == "triton"
 
@@ -117,13 +123,13 @@ def test_choices_have_evidence():
     root = Path(__file__).parents[1]
     families = {op.family for op in Op.all}
     assert families == set(F.__all__)
+    in_triton = {
+        family for family in families if all("triton" in o.kernels for o in Op.all if o.family == family)
+    }
+    assert families - in_triton == backends.NOT_IN_TRITON
     for op, (backend, evidence) in backends.ON_CUDA.items():
         assert op in families
-        kernels = set.intersection(*(set(o.kernels) for o in Op.all if o.family == op))
-        if kernels & {"cuda", "triton"}:
-            assert backend in kernels and evidence and (root / evidence).exists()
-        else:
-            assert backend == "reference"
+        assert backend in ("cuda", "triton") and evidence and (root / evidence).exists()
 
 
 # Limits

@@ -21,11 +21,12 @@ CUDA_DOCUMENT = DOCUMENT.with_name("audit_cuda.md")
 CUDA_INTRODUCTION = f"""# What the compiled CUDA kernels use
 
 Written by `make audit` (python -m bench.audit), which compiles csrc/cuda with nvcc for {", ".join(_cuda.TARGETS)}, without
-a GPU, and fails if a kernel uses local memory (a spill) or makes fewer accesses of 128 bits than it has vectors to move. Numbers
-that differ by target stand in its order, between slashes. Accesses are counted as instructions: 4x128 are four that move 128 bits
-a thread. Rows stay in registers, as chunks of 16 bytes, as far as up to 512 threads can hold them; "long" ones are read again for
-each sum. "Element by element" is for addresses that are not aligned to 16 bytes, and for float64. Kernels whose blocks have 128
-to 512 threads are shown with 128. Nothing here was run: it says what a GPU would be given, not how fast it is.
+a GPU, and fails if a kernel uses local memory (a spill) or makes fewer accesses of 128 bits than it has vectors to move; and
+attention, if there are fewer products on tensor cores than its tiles need. Numbers that differ by target stand in its order,
+between slashes. Accesses are counted as instructions: 4x128 are four that move 128 bits a thread; asynchronous copies to shared
+memory count as loads. Rows stay in registers, as chunks of 16 bytes, as far as up to 512 threads can hold them; "long" ones are
+read again for each sum. "Element by element" is for addresses that are not aligned to 16 bytes, and for float64. Kernels whose
+blocks have 128 to 512 threads are shown with 128. Nothing here was run: it says what a GPU would be given, not how fast it is.
 """
 INTRODUCTION = """# What the compiled kernels use
 

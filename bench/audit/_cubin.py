@@ -34,8 +34,9 @@ RESERVED_SHARED = 1 << 10  # of each block, by the system
 class Kernel:
     """One kernel for one architecture.
 
-    `loads` and `stores` count instructions on global memory by their width in bits; `shared` is static shared memory in bytes;
-    `spill_loads` and `spill_stores` are accesses to local memory, which a kernel without arrays makes only to spill registers.
+    `loads` and `stores` count instructions on global memory by their width in bits, asynchronous copies to shared memory among
+    the loads; `shared` is static shared memory in bytes; `spill_loads` and `spill_stores` are accesses to local memory, which a
+    kernel without arrays makes only to spill registers.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Kernel:
     instructions: int = 0
     loads: Counter[int] = field(default_factory=Counter)
     stores: Counter[int] = field(default_factory=Counter)
+    products: int = 0  # on tensor cores, of m16n8k16
 
     def occupancy(self, threads: int, dynamic_shared: int = 0) -> float:
         """Share of a multiprocessor's warps that can be resident with blocks of `threads` threads."""
@@ -103,6 +105,8 @@ def _count(kernel: Kernel, opcode: str) -> None:
         kernel.spill_loads += 1
     elif base == "STL":
         kernel.spill_stores += 1
+    elif opcode.startswith("HMMA.16816.F32"):
+        kernel.products += 1
 
 
 def parse(text: str) -> Iterator[Kernel]:

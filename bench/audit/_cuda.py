@@ -56,7 +56,10 @@ def run(job: Job) -> list[Row]:
 
 @dataclass
 class Described:
-    """A kernel by its demangled name. `loads` and `stores`: as many accesses of 16 bytes it makes at least; 0: none."""
+    """A kernel by its demangled name. `loads` and `stores`: as many accesses of 16 bytes it makes at least; 0: none.
+
+    `products`: the least number on tensor cores, of 16 x 8 x 16; `shared`: bytes of dynamic shared memory.
+    """
 
     kernel: str
     dtype: str
@@ -64,6 +67,8 @@ class Described:
     threads: int
     loads: int = 0
     stores: int = 0
+    products: int = 0
+    shared: int = 0
 
 
 def described(name: str) -> Described:
@@ -72,6 +77,8 @@ def described(name: str) -> Described:
     if match is None:
         raise RuntimeError(f"not a kernel of csrc/cuda: {name}")
     kernel, arguments = match[1], match[2]
+    if kernel.startswith("attention_"):
+        return _attention(kernel.removeprefix("attention_"), arguments)
     dtype = next(TYPES[t] for t in re.findall(r"\w+", arguments) if t in TYPES)
     flags = [word == "true" for word in re.findall(r"true|false", arguments.partition(">, ")[2])]
     if kernel in ("vector", "single"):
@@ -112,17 +119,48 @@ def described(name: str) -> Described:
     return Described(title, dtype, shape, 128, slots * operands, slots)
 
 
+# Tiles of csrc/cuda/attention*.cu by width: rows (for which a block's results are stored, in 4 warps), rows of the tile that
+# moves past them, tiles that stay, and tiles that move (each in two buffers).
+_ATTENTION = {
+    "forward": {64: (128, 64, 1, 2), 128: (128, 32, 1, 2)},
+    "queries": {64: (64, 64, 2, 2), 128: (64, 32, 2, 2)},
+    "keys": {64: (64, 64, 2, 2), 128: (64, 32, 2, 2)},
+}
+_THREADS = 128
+
+
+def _attention(kernel: str, arguments: str) -> Described:
+    element, width = arguments.split(", ")[0], int(arguments.split(", ")[1])
+    if kernel == "rows":
+        return Described("attention backward, rows", TYPES[element], f"width {width}", 256, loads=2)
+    rows, moving, fixed, streams = _ATTENTION[kernel][width]
+    title = "attention forward" if kernel == "forward" else f"attention backward, {kernel}"
+    chunks = width // 8
+    fetched = (fixed * rows + 2 * streams * moving) * chunks // _THREADS
+    stored = rows * chunks // _THREADS * (2 if kernel == "keys" else 1)
+    # Products over the width give scores (and dP), over the moving rows what is stored (and sum(P K)).
+    products = {"forward": 2, "queries": 4, "keys": 4}[kernel] * rows // 16 * moving // 8 * width // 16 // 4
+    pitch = 2 * (width + 8)
+    shared = (fixed * rows + 2 * streams * moving) * pitch + (16 * moving if kernel == "keys" else 0)
+    dropout = ", dropout" if arguments.split(", ")[2] == "true" else ""
+    return Described(
+        title, TYPES[element], f"width {width}{dropout}", _THREADS, fetched, stored, products, shared
+    )
+
+
 def _norm(centred: bool) -> str:
     return "layer_norm" if centred else "rms_norm"
 
 
 def _row(what: Described, kernel: _cubin.Kernel, target: str) -> Row:
     row = Row("cuda", what.kernel, what.dtype, what.shape, target, threads=what.threads)
-    row.take(kernel)
+    row.take(kernel, what.shared)
     row.check(wide=False, element_bits=8)
     for kind, counts, least in (("loads", row.loads, what.loads), ("stores", row.stores, what.stores)):
         if counts[128] < least:
             row.problems.append(f"{counts[128]} {kind} of 128 bits instead of {least}")
+    if kernel.products < what.products:
+        row.problems.append(f"{kernel.products} products on tensor cores instead of {what.products}")
     return row
 
 

@@ -21,6 +21,9 @@ void norm_forward(const NormArguments& arguments, void* y, void* statistics, boo
 void norm_backward(const NormArguments& arguments, const NormGradients& gradients, Where where);
 void softmax_forward(const SoftmaxArguments& arguments, void* y, void* statistics, bool recompute, Where where);
 void softmax_backward(const SoftmaxArguments& arguments, const SoftmaxGradients& gradients, Where where);
+// bfloat16 or float16, width 64 or 128: throws std::invalid_argument for others.
+void attention_forward(const AttentionArguments& arguments, Where where);
+void attention_backward(const AttentionArguments& arguments, const AttentionGradients& gradients, Where where);
 
 }  // namespace cuda
 }  // namespace pyckpt

@@ -1,4 +1,5 @@
-// Instructions that CUDA C++ has no function for: tensor cores, ldmatrix, asynchronous copies. The only inline assembly.
+// Instructions that CUDA C++ has no function for: tensor cores, ldmatrix, asynchronous copies, powers of two. The only inline
+// assembly.
 //
 // Matrix fragments are laid out as in the PTX manual, "Matrix Fragments for mma.m16n8k16": with g = lane / 4, t = lane % 4 * 2,
 //   a[0] = A[g][t, t+1]   a[1] = A[g+8][t, t+1]   a[2] = A[g][t+8, t+9]   a[3] = A[g+8][t+8, t+9]
@@ -58,6 +59,13 @@ __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commi
 template <int pending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(pending) : "memory");
+}
+
+// 2^x within 2 ulp; less than 2^-126 is 0.
+__device__ __forceinline__ float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
 }
 
 }  // namespace simt

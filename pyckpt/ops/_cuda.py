@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import activation, dropout, norm, softmax
+from . import activation, attention, dropout, norm, softmax
+from ._attention_cuda import CudaAttention
 from ._native import Native
 from ._registry import DTYPES
 
@@ -30,3 +31,4 @@ def register(backend: str, module: Any) -> None:
     kernels = Native(backend, module, _where, _partial_sums)
     for family in (activation, dropout, norm, softmax):
         family.register(kernels)
+    attention.register(CudaAttention(backend, module, _where))

@@ -13,7 +13,7 @@ There are three ways into an op:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +34,10 @@ DTYPES: dict[torch.dtype, tuple[int, torch.dtype]] = {
 }
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Unserved(NotImplementedError):
+    """A backend was asked for by name, and its kernels are not made for the call."""
 
 
 class Function(torch.autograd.Function):
@@ -61,6 +65,8 @@ class Op:
         self.reference = reference
         self.kernels: dict[str, Kernel] = {"reference": reference}
         self._differentiable: Kernel = reference
+        # Of backends whose kernels are made for some calls only: what is in the way of one, or an empty string.
+        self.partial: dict[str, Callable[..., str]] = {}
         self.guard: Kernel | None = None  # checks the arguments of raw calls, where a public function has not
         LIBRARY.define(schema)
         for key in ("CPU", "CUDA"):
@@ -110,7 +116,14 @@ class Op:
         if self.guard is not None:
             self.guard(*args)
         x = next(a for a in args if isinstance(a, torch.Tensor))
-        return self.on(backend_of(x, self))(*args)
+        return self.on(self.backend_for(x, args))(*args)
+
+    def backend_for(self, x: torch.Tensor, args: Sequence[Any]) -> str:
+        """Name of the backend that serves a call on `x`: that of :func:`backend_of`, or the next one where it is not made for
+        the call and was not asked for by name."""
+        name = backend_of(x, self)
+        problem = self.partial.get(name)
+        return backends.select(x.device.type, self.family, name) if problem and problem(*args) else name
 
     def _autograd(self, *args: Any) -> Any:
         if transformed():

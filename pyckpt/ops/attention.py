@@ -28,6 +28,7 @@ from ._attention_checks import (
     check_tensors,
 )
 from ._attention_cpu import cpu_bwd, cpu_fwd
+from ._attention_cuda import CudaAttention, unserved
 from ._attention_definition import (
     SCHEMA,
     Given,
@@ -44,7 +45,6 @@ from ._registry import (
     DTYPES,
     Function,
     Op,
-    backend_of,
     by_torch,
     describe,
     dtype_problem,
@@ -98,8 +98,9 @@ class AttentionFunction(Function):
         options: Options,
         with_logsumexp: bool = False,
     ) -> Any:
-        ctx.backend, ctx.options, ctx.seed = backend_of(q, attention_fwd), options, given.seed
-        out, logsumexp = attention_fwd(ctx.backend, q, k, v, mask, *given[1:], *options)
+        arguments = (q, k, v, mask, *given[1:], *options)
+        ctx.backend, ctx.options, ctx.seed = attention_fwd.backend_for(q, arguments), options, given.seed
+        out, logsumexp = attention_fwd(ctx.backend, *arguments)
         ctx.save_for_backward(q, k, v, out, logsumexp, mask, *given[1:4])
         if not with_logsumexp:
             return out
@@ -138,9 +139,20 @@ attention_fwd.kernel("cpu")(cpu_fwd)
 attention_bwd.kernel("cpu")(cpu_bwd)
 
 
+def register(kernels: CudaAttention) -> None:
+    """Lets `kernels` compute these ops on its backend, for the calls that it serves."""
+    attention_fwd.kernel(kernels.backend)(kernels.forward)
+    attention_bwd.kernel(kernels.backend)(kernels.backward)
+    attention_fwd.partial[kernels.backend] = lambda q, k, v, *rest: unserved(q, k, v, *split(rest))
+    attention_bwd.partial[kernels.backend] = lambda grad, q, k, v, *rest: unserved(q, k, v, *split(rest))
+
+
 def has_kernels(device: torch.device) -> bool:
-    """Whether attention on `device` is more than plain PyTorch; of the meta device it is not known yet."""
-    return device.type == "meta" or backends.select(device.type, attention_fwd.family) != "reference"
+    """Whether attention on `device` is more than plain PyTorch, whatever the call; of the meta device it is not known yet."""
+    name = backends.select(device.type, attention_fwd.family)
+    if name in attention_fwd.partial:
+        name = backends.select(device.type, attention_fwd.family, without=name)
+    return device.type == "meta" or (name != "reference" and name not in attention_fwd.partial)
 
 
 def _sides(window: Any, is_causal: bool) -> tuple[int | None, int | None]:
@@ -278,7 +290,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, given: Given, options: Options) 
     if not lowered(q) and all(is_plain(x) for x in tensors):
         if needs_grad(q, k, v, given.mask):
             return AttentionFunction.apply(q, k, v, given.mask, given, options)
-        return attention_fwd(backend_of(q, attention_fwd), q, k, v, *given, *options)[0]
+        arguments = (q, k, v, *given, *options)
+        return attention_fwd(attention_fwd.backend_for(q, arguments), *arguments)[0]
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         # One opaque op: as a plain expression a compiled model would keep the probabilities.
         return attention_fwd.overload(q, k, v, *given, *options)[0]

@@ -32,10 +32,12 @@ void ldmatrix_x4(uint32_t (&r)[4], const void* row, SIMT_SITE) {
 
 void cp_async_16(void* shared, const void* global, bool valid = true, SIMT_SITE);
 void cp_async_commit();
-void cp_async_wait_for(unsigned pending);
+void cp_async_wait_for(unsigned pending, Site site);
 template <int pending>
-void cp_async_wait() {
-  cp_async_wait_for(pending);
+void cp_async_wait(SIMT_SITE) {
+  cp_async_wait_for(pending, site);
 }
+
+inline float power_of_two(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 
 }  // namespace simt

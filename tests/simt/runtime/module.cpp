@@ -54,7 +54,7 @@ PYBIND11_MODULE(SIMT_MODULE, m) {
               py::arg("initialised"), "Memory that kernels may use.");
   control.def("forget", &shadow::forget, "Takes back what was allowed.");
   control.def("leave_out", &leave_out, py::arg("file"), py::arg("line"),
-              "The barrier on that line does nothing from now on; line 0: all work.");
-  control.def("passed", &take_passed, "Files and lines of the barriers passed since the last call.");
+              "The barrier or cp_async_wait on that line does nothing from now on; line 0: all work.");
+  control.def("passed", &take_passed, "Files and lines of the barriers and waits passed since the last call.");
   control.def("statistics", &take_statistics, "Work since the last call.");
 }

@@ -71,9 +71,11 @@ extern size_t stack_count;
 extern char* shared_map;
 
 void set_order(Order order, unsigned seed);
-// For mutation tests: __syncthreads() and __syncwarp() on that line do nothing. Line 0: all work.
+// For mutation tests: __syncthreads(), __syncwarp() and cp_async_wait() on that line do nothing. Line 0: all work.
 void leave_out(const std::string& file, int line);
-std::vector<std::pair<std::string, int>> take_passed();  // files and lines of the barriers passed since the last call
+bool is_left_out(Site site);
+void note_passed(Site site);
+std::vector<std::pair<std::string, int>> take_passed();  // files and lines of those passed since the last call
 [[noreturn]] void abort_block();
 
 // Reports, for the Fault at the end of the launch. "pc=+0x..." in a text becomes file and line there.
