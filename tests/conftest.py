@@ -94,7 +94,14 @@ def pytest_pyfunc_call(pyfuncitem):
     """Kernels that are made for some calls only: a test that asks them for another is skipped, with what is in the way."""
     try:
         return (yield)
-    except Unserved as reason:
+    except Exception as error:
+        reason: BaseException | None = error
+        while reason is not None and not isinstance(
+            reason, Unserved
+        ):  # opcheck raises an error of its own from it
+            reason = reason.__cause__
+        if reason is None:
+            raise
         pytest.skip(str(reason))
 
 

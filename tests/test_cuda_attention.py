@@ -11,7 +11,7 @@ from pyckpt import backends
 from pyckpt.ops._attention_cuda import unserved
 from pyckpt.ops._attention_definition import Given, Options, split
 from pyckpt.ops._registry import Unserved
-from pyckpt.ops.attention import attention_fwd
+from pyckpt.ops.attention import attention_bwd, attention_fwd
 from tests import _attention as attention
 from tests import _oracle as oracle
 from tests import simt
@@ -211,6 +211,19 @@ def test_a_gradient_does_not_depend_on_which_others_are_wanted(backend):
         leaves = [x.clone().requires_grad_(j == i) for j, x in enumerate((q, k, v))]
         F.attention(*leaves, enable_gqa=True).backward(grad)
         assert torch.equal(leaves[i].grad, expected[i]) and sum(x.grad is not None for x in leaves) == 1
+
+
+@emulated
+def test_schemas_and_shape_functions(backend):
+    q, k, v, grad = attention.make((2, 4, 2, 9, 21, 64, 64), torch.bfloat16)
+    utils = ("test_schema", "test_faketensor")
+    for queries in (q, q.transpose(1, 2).contiguous().transpose(1, 2)):
+        forward = call(queries, k, v, right=0)
+        torch.library.opcheck(attention_fwd.overload, forward, test_utils=utils)
+        out, logsumexp = attention_fwd(backend, *forward)
+        for wanted in ([True, True, True, False], [False, True, False, False]):
+            backward = (grad, *forward, out, logsumexp, wanted)
+            torch.library.opcheck(attention_bwd.overload, backward, test_utils=utils)
 
 
 @emulated
