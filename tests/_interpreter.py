@@ -40,8 +40,15 @@ def _as_hardware_does():
         exact = x.data.astype(wide) * y.data.astype(wide) + z.data
         return TensorHandle(exact.astype(x.data.dtype), z.dtype.scalar)
 
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        if a.dtype == tl.bfloat16:  # held as integers, which numpy would multiply
+            a, b = (cast_impl(self, x, tl.float32) for x in (a, b))
+        return dot(self, a, b, d, input_precision, max_num_imprecise_acc)
+
+    dot = InterpreterBuilder.create_dot
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_fma = create_fma
+    InterpreterBuilder.create_dot = create_dot
 
 
 def _spare_work():

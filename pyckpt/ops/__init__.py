@@ -12,6 +12,7 @@ from .. import backends
 from . import (
     _attention_blocks,
     _attention_cpu,
+    _attention_triton,
     _cuda,
     _native,
     _registry,
@@ -40,6 +41,7 @@ def _keep_dynamo_out() -> None:
         softmax,
         _attention_blocks,
         _attention_cpu,
+        _attention_triton,
         _cuda,
         _native,
         _registry,

@@ -1,0 +1,352 @@
+"""Attention's backward: the probabilities are formed again from q, k and logsumexp, in two kernels that no atomics join.
+
+With P the probabilities, D the factors of dropout and delta = rowsum(dO * O): dV = (P D)^T dO, dP = (dO V^T) D, the gradient of
+an added bias dB = P (dP - delta), and with dS = dB times the softcap's slope and the scale, dQ = dS K and dK = dS^T Q. The first
+kernel takes a block of keys of one kv head, and goes through all the queries that see any of them, head by head of its group; the
+second takes a block of queries as the forward does. Operations a score: 4 (width + v width) and 4 width + 2 v width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._attention_tiles import (
+    LOG2E,
+    exponential,
+    form_scores,
+    hidden,
+    inside,
+    keys_seen,
+    load_rows,
+    queries_seen,
+    spans,
+    store_rows,
+    tile_factors,
+)
+from ._common import arithmetic, divide_up, double, is_half, launch_rows, row_sum
+from .attention import UNSPECIALISED, Call, padded
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "n", "first"])
+def _row_products(
+    grad, out, delta, rows, heads, n, g0, g1, g2, g3, o0, o1, o2, first, v_width: tl.constexpr, ROWS: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(dO * O) of all rows, counted through heads and batch; n of them a head."""
+    F: tl.constexpr = arithmetic(out.dtype.element_ty)
+    HALF: tl.constexpr = is_half(out.dtype.element_ty)
+    row = (tl.program_id(0).to(tl.int64) + first) * ROWS + tl.arange(0, ROWS)
+    exists = row < rows
+    head, query = row // n, row % n
+    grad += head // heads * g0 + head % heads * g1
+    column = tl.arange(0, V_WIDTH)[None, :]
+    there = exists[:, None] & (column < v_width)
+    out_rows = out + (head // heads * o0 + head % heads * o1 + query * o2)[:, None] + column
+    grad_rows = (grad + query * g2)[:, None] + column * g3
+    o = tl.load(out_rows, mask=there, other=0.0).to(F)
+    g = tl.load(grad_rows, mask=there, other=0.0).to(F)
+    tl.store(delta + row, row_sum(o * g, HALF), mask=exists)
+
+
+@triton.jit
+def _probabilities(score, keep, logsumexp, HALF: tl.constexpr, MASKED: tl.constexpr):
+    return hidden(exponential(score - logsumexp, HALF), keep, 0.0, MASKED)
+
+
+@triton.jit
+def _through_queries(
+    sums, q, k, v, grad, logsumexp, delta, mask, bounds, seed, column, begin, end, head, queries, n, q2, q3, g2, g3,
+    m2, m3, slope, scale, softcap, left, right, offset, threshold, keep_scale, start, stop, width: tl.constexpr,
+    v_width: tl.constexpr, DK: tl.constexpr, BOOLEAN: tl.constexpr, FOURS: tl.constexpr, EMPTY: tl.constexpr,
+    EDGE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Adds what the queries from `start` to `stop` of one head give to (dK, dV). Tiles lie with keys along their rows, so that
+    both products take theirs as it lies."""
+    F: tl.constexpr = sums[0].dtype
+    HALF: tl.constexpr = is_half(k.dtype)
+    MASKED: tl.constexpr = EDGE or EMPTY
+    dk, dv = sums
+    first_key = tl.min(column, axis=0)
+    for first in range(start, stop, QUERIES):
+        first = tl.multiple_of(first, QUERIES)
+        row = first + tl.arange(0, QUERIES)
+        exists = row < queries
+        log = tl.load(logsumexp + row, mask=exists, other=0.0)
+        if EMPTY:  # neither the query of a row that sees nothing nor its gradient may reach a product: 0 times NaN
+            exists = exists & (log != float("-inf"))
+        query = load_rows(q, row, exists, q2, q3, width, WIDTH)
+        product = tl.dot(k, tl.trans(query), input_precision="ieee", out_dtype=F)
+        keep = inside(row[None, :], begin[:, None], end[:, None], product, EDGE)
+        if EMPTY:
+            keep = keep & exists[None, :]
+        place = row
+        if slope is not None:
+            _, _, place = keys_seen(row, queries, n, left, right, offset, bounds)
+        score, keep, capped = form_scores(
+            product, keep, row[None, :], column[:, None], place[None, :], queries, n, mask, m2, m3, slope, scale,
+            softcap, HALF, BOOLEAN,
+        )  # fmt: skip
+        p = _probabilities(score, keep, (log * LOG2E if HALF else log)[None, :], HALF, MASKED)
+        upstream = load_rows(grad, row, exists, g2, g3, v_width, V_WIDTH)
+        dropped = p
+        if seed is not None:
+            factor = tl.trans(
+                tile_factors(seed, head, first, first_key, queries, n, threshold, keep_scale, F, FOURS, QUERIES, KEYS)
+            )
+            dropped = p * factor
+        dv = tl.dot(dropped.to(v.dtype), upstream, dv, input_precision="ieee", out_dtype=F)
+        if DK:
+            dp = tl.dot(v, tl.trans(upstream), input_precision="ieee", out_dtype=F)
+            if seed is not None:
+                dp *= factor
+            ds = p * (dp - tl.load(delta + row, mask=exists, other=0.0)[None, :])
+            if softcap is not None:
+                ds *= tl.fma(-capped, capped, tl.full(capped.shape, 1.0, F))
+            ds = hidden(ds, keep, 0.0, MASKED)
+            dk = tl.dot(ds.to(k.dtype), query, dk, input_precision="ieee", out_dtype=F)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _key_gradients(
+    q, k, v, grad, dk, dv, logsumexp, delta, mask, slopes, bounds, key_bounds, seed, heads, group, queries, n, q0, q1,
+    q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, g0, g1, g2, g3, dk0, dk1, dk2, dk3, dv0, dv1, dv2, dv3, m0, m1, m2, m3,
+    l0, l1, scale, softcap, left, right, offset, threshold, keep_scale, first, width: tl.constexpr,
+    v_width: tl.constexpr, BOOLEAN: tl.constexpr, FOURS: tl.constexpr, EMPTY: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    F: tl.constexpr = arithmetic(q.dtype.element_ty)
+    program = tl.program_id(0).to(tl.int64) + first
+    blocks = (n + KEYS - 1) // KEYS
+    unit = program // blocks
+    kv_heads = heads // group
+    b, u = unit // kv_heads, unit % kv_heads
+    column = (program % blocks * KEYS).to(tl.int32) + tl.arange(0, KEYS)
+    exists = column < n
+    key = load_rows(k + b * k0 + u * k1, column, exists, k2, k3, width, WIDTH)
+    value = load_rows(v + b * v0 + u * v1, column, exists, v2, v3, v_width, V_WIDTH)
+    scale = double(scale, F)
+    if softcap is not None:
+        softcap = double(softcap, F)
+    begin, end = queries_seen(column, queries, n, left, right, offset, key_bounds)
+    start, whole, rest, stop = spans(begin, end, QUERIES)
+    sums = tl.zeros((KEYS, WIDTH), F), tl.zeros((KEYS, V_WIDTH), F)
+    for member in range(0, group):
+        h = u * group + member
+        head = b * heads + h
+        q_head, grad_head = q + b * q0 + h * q1, grad + b * g0 + h * g1
+        log_head, delta_head = logsumexp + head * queries, delta + head * queries
+        slope = None
+        if slopes is not None:
+            slope = tl.load(slopes + b * l0 + h * l1)
+        mask_head = None
+        if mask is not None:
+            mask_head = mask + (b * m0 + h * m1)
+        if right is not None or bounds is not None:
+            sums = _through_queries(
+                sums, q_head, key, value, grad_head, log_head, delta_head, mask_head, bounds, seed, column, begin, end,
+                head, queries, n, q2, q3, g2, g3, m2, m3, slope, scale, softcap, left, right, offset, threshold,
+                keep_scale, start, whole, width, v_width, dk is not None, BOOLEAN, FOURS, EMPTY, True, QUERIES, KEYS,
+                WIDTH, V_WIDTH,
+            )  # fmt: skip
+        sums = _through_queries(
+            sums, q_head, key, value, grad_head, log_head, delta_head, mask_head, bounds, seed, column, begin, end,
+            head, queries, n, q2, q3, g2, g3, m2, m3, slope, scale, softcap, left, right, offset, threshold,
+            keep_scale, whole, rest, width, v_width, dk is not None, BOOLEAN, FOURS, EMPTY, False, QUERIES, KEYS,
+            WIDTH, V_WIDTH,
+        )  # fmt: skip
+        sums = _through_queries(
+            sums, q_head, key, value, grad_head, log_head, delta_head, mask_head, bounds, seed, column, begin, end,
+            head, queries, n, q2, q3, g2, g3, m2, m3, slope, scale, softcap, left, right, offset, threshold,
+            keep_scale, rest, stop, width, v_width, dk is not None, BOOLEAN, FOURS, EMPTY, True, QUERIES, KEYS,
+            WIDTH, V_WIDTH,
+        )  # fmt: skip
+    if dk is not None:
+        store_rows(dk + b * dk0 + u * dk1, sums[0] * scale, column, exists, dk2, dk3, width, WIDTH)
+    if dv is not None:
+        store_rows(dv + b * dv0 + u * dv1, sums[1], column, exists, dv2, dv3, v_width, V_WIDTH)
+
+
+@triton.jit
+def _through_keys(
+    sums, q, k, v, grad, log, delta, dbias, mask, seed, row, begin, end, place, head, queries, n, k2, k3, v2, v3, m2,
+    m3, d2, d3, slope, scale, softcap, threshold, keep_scale, seen_from, seen_to, start, stop, width: tl.constexpr,
+    v_width: tl.constexpr, DQ: tl.constexpr, ROWS_SUMMED: tl.constexpr, KEYS_SUMMED: tl.constexpr,
+    BOOLEAN: tl.constexpr, FOURS: tl.constexpr, EDGE: tl.constexpr, CLEAN: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Adds what the keys from `start` to `stop` give to (dQ, dB summed along keys), and stores dB else."""
+    F: tl.constexpr = sums[0].dtype
+    HALF: tl.constexpr = is_half(q.dtype)
+    MASKED: tl.constexpr = EDGE or mask is not None
+    dq, bias_sum = sums
+    first_row = tl.min(row, axis=0)
+    for first in range(start, stop, KEYS):
+        first = tl.multiple_of(first, KEYS)
+        column = first + tl.arange(0, KEYS)
+        exists = (column >= seen_from) & (column < seen_to)
+        key = load_rows(k, column, exists, k2, k3, width, WIDTH)
+        product = tl.dot(q, tl.trans(key), input_precision="ieee", out_dtype=F)
+        keep = inside(column[None, :], begin[:, None], end[:, None], product, EDGE)
+        score, keep, capped = form_scores(
+            product, keep, row[:, None], column[None, :], place[:, None], queries, n, mask, m2, m3, slope, scale,
+            softcap, HALF, BOOLEAN,
+        )  # fmt: skip
+        p = _probabilities(score, keep, (log * LOG2E if HALF else log)[:, None], HALF, MASKED)
+        value = load_rows(v, column, exists, v2, v3, v_width, V_WIDTH)
+        dp = tl.dot(grad, tl.trans(value), input_precision="ieee", out_dtype=F)
+        if seed is not None:
+            dp *= tile_factors(
+                seed, head, first_row, first, queries, n, threshold, keep_scale, F, FOURS, QUERIES, KEYS
+            )
+        ds = hidden(p * (dp - delta[:, None]), keep, 0.0, MASKED)
+        if dbias is not None:
+            there = row < queries
+            if KEYS_SUMMED:
+                bias_sum += tl.sum(ds, axis=1)
+            elif ROWS_SUMMED:
+                partial = tl.sum(tl.where(there[:, None], ds, 0.0), axis=0)
+                tl.store(dbias + (first_row // QUERIES) * d2 + column * d3, partial, mask=column < n)
+            else:
+                target = dbias + (row.to(tl.int64) * d2)[:, None] + column[None, :] * d3
+                tl.store(target, ds.to(dbias.dtype.element_ty), mask=there[:, None] & (column < n)[None, :])
+        if DQ:
+            if softcap is not None:
+                ds *= tl.fma(-capped, capped, tl.full(capped.shape, 1.0, F))
+                ds = hidden(ds, keep, 0.0, MASKED)
+            if CLEAN:  # keys that no query here sees may hold anything
+                key = tl.where((tl.max(keep.to(tl.int32), axis=0) > 0)[:, None], key, 0.0)
+            dq = tl.dot(ds.to(k.dtype.element_ty), key, dq, input_precision="ieee", out_dtype=F)
+    return dq, bias_sum
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def _query_gradients(
+    q, k, v, grad, dq, dbias, logsumexp, delta, mask, slopes, bounds, seed, heads, group, queries, n, q0, q1, q2, q3,
+    k0, k1, k2, k3, v0, v1, v2, v3, g0, g1, g2, g3, dq0, dq1, dq2, dq3, d0, d1, d2, d3, m0, m1, m2, m3, l0, l1, scale,
+    softcap, left, right, offset, threshold, keep_scale, first, width: tl.constexpr, v_width: tl.constexpr,
+    ROWS_SUMMED: tl.constexpr, KEYS_SUMMED: tl.constexpr, BOOLEAN: tl.constexpr, FOURS: tl.constexpr,
+    EMPTY: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    F: tl.constexpr = arithmetic(q.dtype.element_ty)
+    program = tl.program_id(0).to(tl.int64) + first
+    blocks = (queries + QUERIES - 1) // QUERIES
+    head = program // blocks
+    row = ((blocks - 1 - program % blocks) * QUERIES).to(tl.int32) + tl.arange(0, QUERIES)
+    exists = row < queries
+    b, h = head // heads, head % heads
+    query = load_rows(q + b * q0 + h * q1, row, exists, q2, q3, width, WIDTH)
+    upstream = load_rows(grad + b * g0 + h * g1, row, exists, g2, g3, v_width, V_WIDTH)
+    log = tl.load(logsumexp + head * queries + row, mask=exists, other=0.0)
+    rows_delta = tl.load(delta + head * queries + row, mask=exists, other=0.0)
+    k += b * k0 + h // group * k1
+    v += b * v0 + h // group * v1
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + b * l0 + h * l1)
+    if mask is not None:
+        mask += b * m0 + h * m1
+    if dbias is not None:
+        dbias += b * d0 + h * d1
+    scale = double(scale, F)
+    if softcap is not None:
+        softcap = double(softcap, F)
+    begin, end, place = keys_seen(row, queries, n, left, right, offset, bounds)
+    seen_from, seen_to = tl.min(begin, axis=0), tl.max(end, axis=0)
+    start, whole, rest, stop = spans(begin, end, KEYS)
+    sums = tl.zeros((QUERIES, WIDTH), F), tl.zeros((QUERIES,), F)
+    if left is not None or bounds is not None:
+        sums = _through_keys(
+            sums, query, k, v, upstream, log, rows_delta, dbias, mask, seed, row, begin, end, place, head, queries, n,
+            k2, k3, v2, v3, m2, m3, d2, d3, slope, scale, softcap, threshold, keep_scale, seen_from, seen_to, start,
+            whole, width, v_width, dq is not None, ROWS_SUMMED, KEYS_SUMMED, BOOLEAN, FOURS, True,
+            mask is not None or bounds is not None, QUERIES, KEYS, WIDTH, V_WIDTH,
+        )  # fmt: skip
+    sums = _through_keys(
+        sums, query, k, v, upstream, log, rows_delta, dbias, mask, seed, row, begin, end, place, head, queries, n,
+        k2, k3, v2, v3, m2, m3, d2, d3, slope, scale, softcap, threshold, keep_scale, seen_from, seen_to, whole,
+        rest, width, v_width, dq is not None, ROWS_SUMMED, KEYS_SUMMED, BOOLEAN, FOURS, False,
+        mask is not None, QUERIES, KEYS, WIDTH, V_WIDTH,
+    )  # fmt: skip
+    sums = _through_keys(
+        sums, query, k, v, upstream, log, rows_delta, dbias, mask, seed, row, begin, end, place, head, queries, n,
+        k2, k3, v2, v3, m2, m3, d2, d3, slope, scale, softcap, threshold, keep_scale, seen_from, seen_to, rest,
+        stop, width, v_width, dq is not None, ROWS_SUMMED, KEYS_SUMMED, BOOLEAN, FOURS, True,
+        mask is not None or bounds is not None, QUERIES, KEYS, WIDTH, V_WIDTH,
+    )  # fmt: skip
+    if dq is not None:
+        store_rows(dq + b * dq0 + h * dq1, sums[0] * scale, row, exists, dq2, dq3, width, WIDTH)
+    if KEYS_SUMMED and dbias is not None:
+        tl.store(dbias + row.to(tl.int64) * d2, sums[1], mask=exists)
+
+
+def _geometry(call: Call, by_keys: bool) -> dict[str, int]:
+    """Queries and keys of a block, warps, stages. The block that a program keeps is the longer one."""
+    width = max(padded(call.q.shape[3]), padded(call.v.shape[3]))
+    if call.q.dtype.itemsize > 2:
+        long, short, warps, stages = (32, 32, 4, 1) if width <= 64 else (16, 16, 4, 1)
+    elif width <= 128:
+        long, short, warps, stages = 64, 64, 4, 1
+    else:
+        long, short, warps, stages = (32, 32, 4, 1) if width <= 256 else (16, 16, 4, 1)
+    queries, keys = (short, long) if by_keys else (long, short)
+    return {"QUERIES": queries, "KEYS": keys, "num_warps": warps, "num_stages": stages}
+
+
+def row_products(call: Call, grad: Tensor, out: Tensor, delta: Tensor) -> None:
+    rows, v_width = delta.numel(), call.v.shape[3]
+    height = max(1, 2048 // padded(v_width))
+    launch_rows(
+        _row_products, divide_up(rows, height), out, grad, out, delta, rows, out.shape[1], out.shape[2], *grad.stride(),
+        *out.stride()[:3], v_width=v_width, ROWS=height, V_WIDTH=padded(v_width), num_warps=4, num_stages=1,
+    )  # fmt: skip
+
+
+def _strides(x: Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0, 0) if x is None else x.stride()
+
+
+def key_gradients(
+    call: Call, grad: Tensor, logsumexp: Tensor, delta: Tensor, dk: Tensor | None, dv: Tensor | None
+) -> None:
+    """Those of dk and dv that are not None, of any strides."""
+    shape = _geometry(call, True)
+    programs = call.k.shape[0] * call.k.shape[1] * divide_up(call.k.shape[2], shape["KEYS"])
+    launch_rows(
+        _key_gradients, programs, call.q, call.q, call.k, call.v, grad, dk, dv, logsumexp, delta, *call.inputs(),
+        call.bounds, call.key_bounds, call.seed, *call.sizes(), *call.q.stride(), *call.k.stride(), *call.v.stride(),
+        *grad.stride(), *_strides(dk), *_strides(dv), *call.strides(), *call.numbers(), **call.options(), **shape,
+    )  # fmt: skip
+
+
+def bias_partials(call: Call, rows_summed: bool, keys_summed: bool) -> tuple[int, int]:
+    """Rows and columns, for each head, of what :func:`query_gradients` writes of a bias that broadcasts over queries or keys."""
+    queries = call.q.shape[2]
+    rows = divide_up(queries, _geometry(call, False)["QUERIES"]) if rows_summed and not keys_summed else queries
+    return rows, 1 if keys_summed else call.k.shape[2]
+
+
+def query_gradients(
+    call: Call,
+    grad: Tensor,
+    logsumexp: Tensor,
+    delta: Tensor,
+    dq: Tensor | None,
+    dbias: Tensor | None,
+    rows_summed: bool,
+    keys_summed: bool,
+) -> None:
+    """Those of dq, of any strides, and dbias (batch, heads, *bias_partials) that are not None. Blocks that no query sees are left
+    out of dbias."""
+    shape = _geometry(call, False)
+    programs = call.q.shape[0] * call.q.shape[1] * divide_up(call.q.shape[2], shape["QUERIES"])
+    options: dict[str, Any] = {"ROWS_SUMMED": rows_summed, "KEYS_SUMMED": keys_summed} | call.options()
+    launch_rows(
+        _query_gradients, programs, call.q, call.q, call.k, call.v, grad, dq, dbias, logsumexp, delta, *call.inputs(),
+        call.bounds, call.seed, *call.sizes(), *call.q.stride(), *call.k.stride(), *call.v.stride(), *grad.stride(),
+        *_strides(dq), *_strides(dbias), *call.strides(), *call.numbers(), **options, **shape,
+    )  # fmt: skip
