@@ -8,8 +8,6 @@ second takes a block of queries as the forward does. Operations a score: 4 (widt
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,7 +25,8 @@ from ._attention_tiles import (
     store_rows,
     tile_factors,
 )
-from ._common import arithmetic, divide_up, double, is_half, launch_rows, row_sum
+from ._common import arithmetic, divide, divide_up, double, is_half, launch_rows, row_sum
+from ._softmax_tiles import inverse_of, row_dot
 from .attention import UNSPECIALISED, Call, padded
 
 
@@ -53,13 +52,26 @@ def _row_products(
 
 
 @triton.jit
-def _probabilities(score, keep, logsumexp, HALF: tl.constexpr, MASKED: tl.constexpr):
-    return hidden(exponential(score - logsumexp, HALF), keep, 0.0, MASKED)
+def _load_shift(shift, row, exists, total, HALF: tl.constexpr):
+    """What is subtracted from the scores of these rows: logsumexp or, where there is a `total`, the maximum."""
+    value = tl.load(shift + row, mask=exists, other=0.0)
+    return value * LOG2E if HALF and total is None else value
+
+
+@triton.jit
+def _probabilities(score, keep, shift, total, LINE: tl.constexpr, HALF: tl.constexpr, MASKED: tl.constexpr):
+    """exp(score - shift) / total, what belongs to a query lying along dimension 1 - LINE of the tile."""
+    p = exponential(score - tl.expand_dims(shift, LINE), HALF)
+    if total is not None:
+        inverse = tl.expand_dims(inverse_of(total), LINE)
+        q = p * inverse
+        p = q if HALF else tl.fma(tl.fma(-q, tl.expand_dims(total, LINE), p), inverse, q)
+    return hidden(p, keep, 0.0, MASKED)
 
 
 @triton.jit
 def _through_queries(
-    sums, q, k, v, grad, logsumexp, delta, mask, bounds, seed, column, begin, end, head, queries, n, q2, q3, g2, g3,
+    sums, q, k, v, grad, shift, delta, total, mask, bounds, seed, column, begin, end, head, queries, n, q2, q3, g2, g3,
     m2, m3, slope, scale, softcap, left, right, offset, threshold, keep_scale, start, stop, width: tl.constexpr,
     v_width: tl.constexpr, DK: tl.constexpr, BOOLEAN: tl.constexpr, FOURS: tl.constexpr, EMPTY: tl.constexpr,
     EDGE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
@@ -75,9 +87,9 @@ def _through_queries(
         first = tl.multiple_of(first, QUERIES)
         row = first + tl.arange(0, QUERIES)
         exists = row < queries
-        log = tl.load(logsumexp + row, mask=exists, other=0.0)
+        shift_of_row = _load_shift(shift, row, exists, total, HALF)
         if EMPTY:  # neither the query of a row that sees nothing nor its gradient may reach a product: 0 times NaN
-            exists = exists & (log != float("-inf"))
+            exists = exists & (shift_of_row != float("-inf"))
         query = load_rows(q, row, exists, q2, q3, width, WIDTH)
         product = tl.dot(k, tl.trans(query), input_precision="ieee", out_dtype=F)
         keep = inside(row[None, :], begin[:, None], end[:, None], product, EDGE)
@@ -90,7 +102,10 @@ def _through_queries(
             product, keep, row[None, :], column[:, None], place[None, :], queries, n, mask, m2, m3, slope, scale,
             softcap, HALF, BOOLEAN,
         )  # fmt: skip
-        p = _probabilities(score, keep, (log * LOG2E if HALF else log)[None, :], HALF, MASKED)
+        sum_of_row = None
+        if total is not None:
+            sum_of_row = tl.load(total + row, mask=exists, other=0.0)
+        p = _probabilities(score, keep, shift_of_row, sum_of_row, 0, HALF, MASKED)
         upstream = load_rows(grad, row, exists, g2, g3, v_width, V_WIDTH)
         dropped = p
         if seed is not None:
@@ -113,7 +128,7 @@ def _through_queries(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _key_gradients(
-    q, k, v, grad, dk, dv, logsumexp, delta, mask, slopes, bounds, key_bounds, seed, heads, group, queries, n, q0, q1,
+    q, k, v, grad, dk, dv, shift, delta, total, mask, slopes, bounds, key_bounds, seed, heads, group, queries, n, q0, q1,
     q2, q3, k0, k1, k2, k3, v0, v1, v2, v3, g0, g1, g2, g3, dk0, dk1, dk2, dk3, dv0, dv1, dv2, dv3, m0, m1, m2, m3,
     l0, l1, scale, softcap, left, right, offset, threshold, keep_scale, first, width: tl.constexpr,
     v_width: tl.constexpr, BOOLEAN: tl.constexpr, FOURS: tl.constexpr, EMPTY: tl.constexpr, QUERIES: tl.constexpr,
@@ -139,7 +154,10 @@ def _key_gradients(
         h = u * group + member
         head = b * heads + h
         q_head, grad_head = q + b * q0 + h * q1, grad + b * g0 + h * g1
-        log_head, delta_head = logsumexp + head * queries, delta + head * queries
+        shift_head, delta_head = shift + head * queries, delta + head * queries
+        total_head = None
+        if total is not None:
+            total_head = total + head * queries
         slope = None
         if slopes is not None:
             slope = tl.load(slopes + b * l0 + h * l1)
@@ -148,19 +166,19 @@ def _key_gradients(
             mask_head = mask + (b * m0 + h * m1)
         if right is not None or bounds is not None:
             sums = _through_queries(
-                sums, q_head, key, value, grad_head, log_head, delta_head, mask_head, bounds, seed, column, begin, end,
+                sums, q_head, key, value, grad_head, shift_head, delta_head, total_head, mask_head, bounds, seed, column, begin, end,
                 head, queries, n, q2, q3, g2, g3, m2, m3, slope, scale, softcap, left, right, offset, threshold,
                 keep_scale, start, whole, width, v_width, dk is not None, BOOLEAN, FOURS, EMPTY, True, QUERIES, KEYS,
                 WIDTH, V_WIDTH,
             )  # fmt: skip
         sums = _through_queries(
-            sums, q_head, key, value, grad_head, log_head, delta_head, mask_head, bounds, seed, column, begin, end,
+            sums, q_head, key, value, grad_head, shift_head, delta_head, total_head, mask_head, bounds, seed, column, begin, end,
             head, queries, n, q2, q3, g2, g3, m2, m3, slope, scale, softcap, left, right, offset, threshold,
             keep_scale, whole, rest, width, v_width, dk is not None, BOOLEAN, FOURS, EMPTY, False, QUERIES, KEYS,
             WIDTH, V_WIDTH,
         )  # fmt: skip
         sums = _through_queries(
-            sums, q_head, key, value, grad_head, log_head, delta_head, mask_head, bounds, seed, column, begin, end,
+            sums, q_head, key, value, grad_head, shift_head, delta_head, total_head, mask_head, bounds, seed, column, begin, end,
             head, queries, n, q2, q3, g2, g3, m2, m3, slope, scale, softcap, left, right, offset, threshold,
             keep_scale, rest, stop, width, v_width, dk is not None, BOOLEAN, FOURS, EMPTY, True, QUERIES, KEYS,
             WIDTH, V_WIDTH,
@@ -173,17 +191,18 @@ def _key_gradients(
 
 @triton.jit
 def _through_keys(
-    sums, q, k, v, grad, log, delta, dbias, mask, seed, row, begin, end, place, head, queries, n, k2, k3, v2, v3, m2,
+    sums, q, k, v, grad, delta, total, dbias, mask, seed, row, begin, end, place, head, queries, n, k2, k3, v2, v3, m2,
     m3, d2, d3, slope, scale, softcap, threshold, keep_scale, seen_from, seen_to, start, stop, width: tl.constexpr,
-    v_width: tl.constexpr, DQ: tl.constexpr, ROWS_SUMMED: tl.constexpr, KEYS_SUMMED: tl.constexpr,
+    v_width: tl.constexpr, STATISTICS: tl.constexpr, DQ: tl.constexpr, ROWS_SUMMED: tl.constexpr, KEYS_SUMMED: tl.constexpr,
     BOOLEAN: tl.constexpr, FOURS: tl.constexpr, EDGE: tl.constexpr, CLEAN: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the keys from `start` to `stop` give to (dQ, dB summed along keys), and stores dB else."""
+    """Adds what the keys from `start` to `stop` give to dQ and the sum of dB along keys, or stores dB. With STATISTICS the state is
+    instead, of each row, the sums of exp(score - maximum) and of that times dP, and the maximum so far."""
     F: tl.constexpr = sums[0].dtype
     HALF: tl.constexpr = is_half(q.dtype)
     MASKED: tl.constexpr = EDGE or mask is not None
-    dq, bias_sum = sums
+    matrix, vector, shift = sums
     first_row = tl.min(row, axis=0)
     for first in range(start, stop, KEYS):
         first = tl.multiple_of(first, KEYS)
@@ -196,43 +215,57 @@ def _through_keys(
             product, keep, row[:, None], column[None, :], place[:, None], queries, n, mask, m2, m3, slope, scale,
             softcap, HALF, BOOLEAN,
         )  # fmt: skip
-        p = _probabilities(score, keep, (log * LOG2E if HALF else log)[:, None], HALF, MASKED)
+        fade = shift
+        if STATISTICS:
+            score = hidden(score, keep, float("-inf"), MASKED)
+            higher = tl.maximum(shift, tl.max(score, axis=1))
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            fade, shift = exponential(shift - safe, HALF), higher
+            p = exponential(score - safe[:, None], HALF)
+        else:
+            p = _probabilities(score, keep, shift, total, 1, HALF, MASKED)
         value = load_rows(v, column, exists, v2, v3, v_width, V_WIDTH)
         dp = tl.dot(grad, tl.trans(value), input_precision="ieee", out_dtype=F)
         if seed is not None:
             dp *= tile_factors(
                 seed, head, first_row, first, queries, n, threshold, keep_scale, F, FOURS, QUERIES, KEYS
             )
-        ds = hidden(p * (dp - delta[:, None]), keep, 0.0, MASKED)
-        if dbias is not None:
-            there = row < queries
+        if STATISTICS:
+            matrix = tl.fma(matrix, fade, row_sum(p, HALF))
+            vector = tl.fma(vector, fade, row_dot(p, dp, MASKED, HALF))
+        else:
+            ds = hidden(p * (dp - delta[:, None]), keep, 0.0, MASKED)
             if KEYS_SUMMED:
-                bias_sum += tl.sum(ds, axis=1)
+                vector += tl.sum(ds, axis=1)
             elif ROWS_SUMMED:
-                partial = tl.sum(tl.where(there[:, None], ds, 0.0), axis=0)
+                partial = tl.sum(tl.where((row < queries)[:, None], ds, 0.0), axis=0)
                 tl.store(dbias + (first_row // QUERIES) * d2 + column * d3, partial, mask=column < n)
-            else:
+            elif dbias is not None:
                 target = dbias + (row.to(tl.int64) * d2)[:, None] + column[None, :] * d3
-                tl.store(target, ds.to(dbias.dtype.element_ty), mask=there[:, None] & (column < n)[None, :])
-        if DQ:
-            if softcap is not None:
-                ds *= tl.fma(-capped, capped, tl.full(capped.shape, 1.0, F))
-                ds = hidden(ds, keep, 0.0, MASKED)
-            if CLEAN:  # keys that no query here sees may hold anything
-                key = tl.where((tl.max(keep.to(tl.int32), axis=0) > 0)[:, None], key, 0.0)
-            dq = tl.dot(ds.to(k.dtype.element_ty), key, dq, input_precision="ieee", out_dtype=F)
-    return dq, bias_sum
+                there = (row < queries)[:, None] & (column < n)[None, :]
+                tl.store(target, ds.to(dbias.dtype.element_ty), mask=there)
+            if DQ:
+                if softcap is not None:
+                    ds *= tl.fma(-capped, capped, tl.full(capped.shape, 1.0, F))
+                    ds = hidden(ds, keep, 0.0, MASKED)
+                if CLEAN:  # keys that no query here sees may hold anything
+                    key = tl.where((tl.max(keep.to(tl.int32), axis=0) > 0)[:, None], key, 0.0)
+                matrix = tl.dot(
+                    ds.to(k.dtype.element_ty), key, matrix, input_precision="ieee", out_dtype=F
+                )
+    return matrix, vector, shift
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _query_gradients(
-    q, k, v, grad, dq, dbias, logsumexp, delta, mask, slopes, bounds, seed, heads, group, queries, n, q0, q1, q2, q3,
+    q, k, v, grad, dq, dbias, shift, delta, total, mask, slopes, bounds, seed, heads, group, queries, n, q0, q1, q2, q3,
     k0, k1, k2, k3, v0, v1, v2, v3, g0, g1, g2, g3, dq0, dq1, dq2, dq3, d0, d1, d2, d3, m0, m1, m2, m3, l0, l1, scale,
     softcap, left, right, offset, threshold, keep_scale, first, width: tl.constexpr, v_width: tl.constexpr,
-    ROWS_SUMMED: tl.constexpr, KEYS_SUMMED: tl.constexpr, BOOLEAN: tl.constexpr, FOURS: tl.constexpr,
-    EMPTY: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    STATISTICS: tl.constexpr, ROWS_SUMMED: tl.constexpr, KEYS_SUMMED: tl.constexpr, BOOLEAN: tl.constexpr,
+    FOURS: tl.constexpr, EMPTY: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
     F: tl.constexpr = arithmetic(q.dtype.element_ty)
+    HALF: tl.constexpr = is_half(q.dtype.element_ty)
     program = tl.program_id(0).to(tl.int64) + first
     blocks = (queries + QUERIES - 1) // QUERIES
     head = program // blocks
@@ -241,8 +274,14 @@ def _query_gradients(
     b, h = head // heads, head % heads
     query = load_rows(q + b * q0 + h * q1, row, exists, q2, q3, width, WIDTH)
     upstream = load_rows(grad + b * g0 + h * g1, row, exists, g2, g3, v_width, V_WIDTH)
-    log = tl.load(logsumexp + head * queries + row, mask=exists, other=0.0)
-    rows_delta = tl.load(delta + head * queries + row, mask=exists, other=0.0)
+    sums = tl.zeros((QUERIES,), F), tl.zeros((QUERIES,), F), tl.full((QUERIES,), float("-inf"), F)
+    row_delta, row_total = sums[0], None
+    if not STATISTICS:
+        row_shift = _load_shift(shift, head * queries + row, exists, total, HALF)
+        sums = tl.zeros((QUERIES, WIDTH), F), tl.zeros((QUERIES,), F), row_shift
+        row_delta = tl.load(delta + head * queries + row, mask=exists, other=0.0)
+        if total is not None:
+            row_total = tl.load(total + head * queries + row, mask=exists, other=0.0)
     k += b * k0 + h // group * k1
     v += b * v0 + h // group * v1
     slope = None
@@ -258,29 +297,33 @@ def _query_gradients(
     begin, end, place = keys_seen(row, queries, n, left, right, offset, bounds)
     seen_from, seen_to = tl.min(begin, axis=0), tl.max(end, axis=0)
     start, whole, rest, stop = spans(begin, end, KEYS)
-    sums = tl.zeros((QUERIES, WIDTH), F), tl.zeros((QUERIES,), F)
     if left is not None or bounds is not None:
         sums = _through_keys(
-            sums, query, k, v, upstream, log, rows_delta, dbias, mask, seed, row, begin, end, place, head, queries, n,
+            sums, query, k, v, upstream, row_delta, row_total, dbias, mask, seed, row, begin, end, place, head, queries, n,
             k2, k3, v2, v3, m2, m3, d2, d3, slope, scale, softcap, threshold, keep_scale, seen_from, seen_to, start,
-            whole, width, v_width, dq is not None, ROWS_SUMMED, KEYS_SUMMED, BOOLEAN, FOURS, True,
+            whole, width, v_width, STATISTICS, dq is not None, ROWS_SUMMED, KEYS_SUMMED, BOOLEAN, FOURS, True,
             mask is not None or bounds is not None, QUERIES, KEYS, WIDTH, V_WIDTH,
         )  # fmt: skip
     sums = _through_keys(
-        sums, query, k, v, upstream, log, rows_delta, dbias, mask, seed, row, begin, end, place, head, queries, n,
+        sums, query, k, v, upstream, row_delta, row_total, dbias, mask, seed, row, begin, end, place, head, queries, n,
         k2, k3, v2, v3, m2, m3, d2, d3, slope, scale, softcap, threshold, keep_scale, seen_from, seen_to, whole,
-        rest, width, v_width, dq is not None, ROWS_SUMMED, KEYS_SUMMED, BOOLEAN, FOURS, False,
+        rest, width, v_width, STATISTICS, dq is not None, ROWS_SUMMED, KEYS_SUMMED, BOOLEAN, FOURS, False,
         mask is not None, QUERIES, KEYS, WIDTH, V_WIDTH,
     )  # fmt: skip
     sums = _through_keys(
-        sums, query, k, v, upstream, log, rows_delta, dbias, mask, seed, row, begin, end, place, head, queries, n,
+        sums, query, k, v, upstream, row_delta, row_total, dbias, mask, seed, row, begin, end, place, head, queries, n,
         k2, k3, v2, v3, m2, m3, d2, d3, slope, scale, softcap, threshold, keep_scale, seen_from, seen_to, rest,
-        stop, width, v_width, dq is not None, ROWS_SUMMED, KEYS_SUMMED, BOOLEAN, FOURS, True,
+        stop, width, v_width, STATISTICS, dq is not None, ROWS_SUMMED, KEYS_SUMMED, BOOLEAN, FOURS, True,
         mask is not None or bounds is not None, QUERIES, KEYS, WIDTH, V_WIDTH,
     )  # fmt: skip
+    if STATISTICS:
+        tl.store(shift + head * queries + row, sums[2], mask=exists)
+        tl.store(total + head * queries + row, sums[0], mask=exists)
+        mean = tl.where(sums[0] == 0.0, 0.0, divide(sums[1], sums[0]))
+        tl.store(delta + head * queries + row, mean, mask=exists)
     if dq is not None:
         store_rows(dq + b * dq0 + h * dq1, sums[0] * scale, row, exists, dq2, dq3, width, WIDTH)
-    if KEYS_SUMMED and dbias is not None:
+    if KEYS_SUMMED:
         tl.store(dbias + row.to(tl.int64) * d2, sums[1], mask=exists)
 
 
@@ -297,8 +340,9 @@ def _geometry(call: Call, by_keys: bool) -> dict[str, int]:
     return {"QUERIES": queries, "KEYS": keys, "num_warps": warps, "num_stages": stages}
 
 
-def row_products(call: Call, grad: Tensor, out: Tensor, delta: Tensor) -> None:
-    rows, v_width = delta.numel(), call.v.shape[3]
+def row_products(grad: Tensor, out: Tensor, delta: Tensor) -> None:
+    """delta from the output, its columns adjacent."""
+    rows, v_width = delta.numel(), out.shape[3]
     height = max(1, 2048 // padded(v_width))
     launch_rows(
         _row_products, divide_up(rows, height), out, grad, out, delta, rows, out.shape[1], out.shape[2], *grad.stride(),
@@ -311,13 +355,19 @@ def _strides(x: Tensor | None) -> tuple[int, ...]:
 
 
 def key_gradients(
-    call: Call, grad: Tensor, logsumexp: Tensor, delta: Tensor, dk: Tensor | None, dv: Tensor | None
+    call: Call,
+    grad: Tensor,
+    shift: Tensor,
+    delta: Tensor,
+    total: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
 ) -> None:
-    """Those of dk and dv that are not None, of any strides."""
+    """Those of dk and dv that are not None, of any strides. `shift`: logsumexp or, with `total`, the rows' maxima."""
     shape = _geometry(call, True)
     programs = call.k.shape[0] * call.k.shape[1] * divide_up(call.k.shape[2], shape["KEYS"])
     launch_rows(
-        _key_gradients, programs, call.q, call.q, call.k, call.v, grad, dk, dv, logsumexp, delta, *call.inputs(),
+        _key_gradients, programs, call.q, call.q, call.k, call.v, grad, dk, dv, shift, delta, total, *call.inputs(),
         call.bounds, call.key_bounds, call.seed, *call.sizes(), *call.q.stride(), *call.k.stride(), *call.v.stride(),
         *grad.stride(), *_strides(dk), *_strides(dv), *call.strides(), *call.numbers(), **call.options(), **shape,
     )  # fmt: skip
@@ -330,11 +380,41 @@ def bias_partials(call: Call, rows_summed: bool, keys_summed: bool) -> tuple[int
     return rows, 1 if keys_summed else call.k.shape[2]
 
 
+def _by_queries(
+    call: Call,
+    grad: Tensor,
+    shift: Tensor,
+    delta: Tensor,
+    total: Tensor | None,
+    dq: Tensor | None = None,
+    dbias: Tensor | None = None,
+    **options: bool,
+) -> None:
+    shape = _geometry(call, False)
+    programs = call.q.shape[0] * call.q.shape[1] * divide_up(call.q.shape[2], shape["QUERIES"])
+    launch_rows(
+        _query_gradients, programs, call.q, call.q, call.k, call.v, grad, dq, dbias, shift, delta, total,
+        *call.inputs(), call.bounds, call.seed, *call.sizes(), *call.q.stride(), *call.k.stride(), *call.v.stride(),
+        *grad.stride(), *_strides(dq), *_strides(dbias), *call.strides(), *call.numbers(), **options, **call.options(),
+        **shape,
+    )  # fmt: skip
+
+
+def statistics(call: Call, grad: Tensor, shift: Tensor, delta: Tensor, total: Tensor) -> None:
+    """Of each row the maximum of its scores, delta from what it will be subtracted from, and the sum of the exponentials, in place
+    of logsumexp and of a delta from the output, whose roundings add to those of scores. A pass of two more products, for dtypes in
+    which that would be seen."""
+    _by_queries(
+        call, grad, shift, delta, total, STATISTICS=True, ROWS_SUMMED=False, KEYS_SUMMED=False
+    )
+
+
 def query_gradients(
     call: Call,
     grad: Tensor,
-    logsumexp: Tensor,
+    shift: Tensor,
     delta: Tensor,
+    total: Tensor | None,
     dq: Tensor | None,
     dbias: Tensor | None,
     rows_summed: bool,
@@ -342,11 +422,7 @@ def query_gradients(
 ) -> None:
     """Those of dq, of any strides, and dbias (batch, heads, *bias_partials) that are not None. Blocks that no query sees are left
     out of dbias."""
-    shape = _geometry(call, False)
-    programs = call.q.shape[0] * call.q.shape[1] * divide_up(call.q.shape[2], shape["QUERIES"])
-    options: dict[str, Any] = {"ROWS_SUMMED": rows_summed, "KEYS_SUMMED": keys_summed} | call.options()
-    launch_rows(
-        _query_gradients, programs, call.q, call.q, call.k, call.v, grad, dq, dbias, logsumexp, delta, *call.inputs(),
-        call.bounds, call.seed, *call.sizes(), *call.q.stride(), *call.k.stride(), *call.v.stride(), *grad.stride(),
-        *_strides(dq), *_strides(dbias), *call.strides(), *call.numbers(), **options, **shape,
+    _by_queries(
+        call, grad, shift, delta, total, dq, dbias, STATISTICS=False,
+        ROWS_SUMMED=rows_summed and dbias is not None, KEYS_SUMMED=keys_summed and dbias is not None,
     )  # fmt: skip
