@@ -41,15 +41,11 @@ def _as_hardware_does():
         return TensorHandle(exact.astype(x.data.dtype), z.dtype.scalar)
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        """numpy would multiply the integers that bfloat16 is held as; and which of two equally good orders of a product's sums
-        comes nearer is luck: torch's is that of the results with which these are compared. Of float64 it takes another one for
-        padded tiles: rounded once instead."""
-        a, b = (np.ascontiguousarray(cast_impl(self, x, d.dtype.scalar).data) for x in (a, b))
-        if d.data.dtype == np.float64:
-            product = np.matmul(a.astype(np.longdouble), b.astype(np.longdouble)).astype(np.float64)
-        else:
-            product = (torch.from_numpy(a) @ torch.from_numpy(b)).numpy()
-        return TensorHandle(product + d.data, d.dtype.scalar)
+        # numpy would multiply the integers that bfloat16 is held as. Rounded once: in what order hardware adds up is not known
+        # here, and the luck of an order decides which of two equally good products comes nearer. What lies between is judged.
+        wide = np.longdouble if d.data.dtype == np.float64 else np.float64
+        a, b = (cast_impl(self, x, d.dtype.scalar).data.astype(wide) for x in (a, b))
+        return TensorHandle((np.matmul(a, b) + d.data).astype(d.data.dtype), d.dtype.scalar)
 
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_fma = create_fma
