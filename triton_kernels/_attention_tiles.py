@@ -83,6 +83,21 @@ def spans(begin, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def loop_of(start, whole, rest, stop, EDGE: tl.constexpr):
+    """Bounds of a loop over the blocks that all lines need whole or (EDGE) over the others, before and after these."""
+    if EDGE:
+        return start, stop - (rest - whole)
+    else:
+        return whole, rest
+
+
+@triton.jit
+def block_of(at, whole, rest, EDGE: tl.constexpr):
+    """Where the block begins that such a loop has come to."""
+    return tl.where(at < whole, at, at + (rest - whole)) if EDGE else at
+
+
+@triton.jit
 def tanh(x):
     """Near 0 a polynomial (a rational function) that keeps relative accuracy, elsewhere from exp(-2 |x|). As in csrc/math.h."""
     a = tl.abs(x)

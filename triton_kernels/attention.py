@@ -18,12 +18,14 @@ from torch import Tensor
 
 from ._attention_tiles import (
     LOG2,
+    block_of,
     exponential,
     form_scores,
     hidden,
     inside,
     keys_seen,
     load_rows,
+    loop_of,
     spans,
     store_rows,
     tile_factors,
@@ -41,18 +43,20 @@ UNSPECIALISED = [
 @triton.jit
 def _go_through(
     state, q, k, v, mask, seed, row, begin, end, place, head, queries, n, k2, k3, v2, v3, m2, m3, slope, scale,
-    softcap, threshold, keep_scale, seen_from, seen_to, start, stop, width: tl.constexpr, v_width: tl.constexpr,
+    softcap, threshold, keep_scale, seen_from, seen_to, start, whole, rest, stop, width: tl.constexpr, v_width: tl.constexpr,
     BOOLEAN: tl.constexpr, FOURS: tl.constexpr, EDGE: tl.constexpr, CLEAN: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The keys from `start` to `stop`. CLEAN: some that lie between others may be seen by no query, and hold anything."""
+    """The keys from `whole` to `rest`, which all queries see, or (EDGE) those before and after, as :func:`spans` has them. CLEAN:
+    some that lie between others may be seen by no query, and hold anything."""
     F: tl.constexpr = state[0].dtype
     HALF: tl.constexpr = is_half(q.dtype)
     MASKED: tl.constexpr = EDGE or mask is not None
     acc, top, total = state
     first_row = tl.min(row, axis=0)
-    for first in range(start, stop, KEYS):
-        first = tl.multiple_of(first, KEYS)
+    begin_loop, end_loop = loop_of(start, whole, rest, stop, EDGE)
+    for at in range(begin_loop, end_loop, KEYS):
+        first = tl.multiple_of(block_of(at, whole, rest, EDGE), KEYS)
         column = first + tl.arange(0, KEYS)
         exists = (column >= seen_from) & (column < seen_to)
         key = load_rows(k, column, exists, k2, k3, width, WIDTH)
@@ -114,21 +118,15 @@ def _forward(
         tl.full((QUERIES,), float("-inf"), F),
         tl.zeros((QUERIES,), F),
     )
-    if left is not None or bounds is not None:
-        state = _go_through(
-            state, query, k, v, mask, seed, row, begin, end, place, head, queries, n, k2, k3, v2, v3, m2, m3, slope,
-            scale, softcap, threshold, keep_scale, seen_from, seen_to, start, whole, width, v_width, BOOLEAN, FOURS,
-            True, mask is not None or bounds is not None, QUERIES, KEYS, WIDTH, V_WIDTH,
-        )  # fmt: skip
     state = _go_through(
         state, query, k, v, mask, seed, row, begin, end, place, head, queries, n, k2, k3, v2, v3, m2, m3, slope,
-        scale, softcap, threshold, keep_scale, seen_from, seen_to, whole, rest, width, v_width, BOOLEAN, FOURS, False,
-        mask is not None, QUERIES, KEYS, WIDTH, V_WIDTH,
+        scale, softcap, threshold, keep_scale, seen_from, seen_to, start, whole, rest, stop, width, v_width, BOOLEAN,
+        FOURS, False, mask is not None, QUERIES, KEYS, WIDTH, V_WIDTH,
     )  # fmt: skip
     state = _go_through(
         state, query, k, v, mask, seed, row, begin, end, place, head, queries, n, k2, k3, v2, v3, m2, m3, slope,
-        scale, softcap, threshold, keep_scale, seen_from, seen_to, rest, stop, width, v_width, BOOLEAN, FOURS, True,
-        mask is not None or bounds is not None, QUERIES, KEYS, WIDTH, V_WIDTH,
+        scale, softcap, threshold, keep_scale, seen_from, seen_to, start, whole, rest, stop, width, v_width, BOOLEAN,
+        FOURS, True, mask is not None or bounds is not None, QUERIES, KEYS, WIDTH, V_WIDTH,
     )  # fmt: skip
     acc, top, total = state
     # A sum of 0 is that of a row that sees nothing; where there are none of these, of scores that are all -inf: NaN, as in torch.

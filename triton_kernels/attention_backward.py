@@ -14,12 +14,14 @@ from torch import Tensor
 
 from ._attention_tiles import (
     LOG2E,
+    block_of,
     exponential,
     form_scores,
     hidden,
     inside,
     keys_seen,
     load_rows,
+    loop_of,
     queries_seen,
     spans,
     store_rows,
@@ -72,19 +74,20 @@ def _probabilities(score, keep, shift, total, LINE: tl.constexpr, HALF: tl.const
 @triton.jit
 def _through_queries(
     sums, q, k, v, grad, shift, delta, total, mask, bounds, seed, column, begin, end, head, queries, n, q2, q3, g2, g3,
-    m2, m3, slope, scale, softcap, left, right, offset, threshold, keep_scale, start, stop, width: tl.constexpr,
+    m2, m3, slope, scale, softcap, left, right, offset, threshold, keep_scale, start, whole, rest, stop, width: tl.constexpr,
     v_width: tl.constexpr, DK: tl.constexpr, BOOLEAN: tl.constexpr, FOURS: tl.constexpr, EMPTY: tl.constexpr,
     EDGE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the queries from `start` to `stop` of one head give to (dK, dV). Tiles lie with keys along their rows, so that
+    """Adds what the queries of one head give to (dK, dV), those whose blocks are needed whole or (EDGE) the others. Tiles lie with keys along their rows, so that
     both products take theirs as it lies."""
     F: tl.constexpr = sums[0].dtype
     HALF: tl.constexpr = is_half(k.dtype)
     MASKED: tl.constexpr = EDGE or EMPTY
     dk, dv = sums
     first_key = tl.min(column, axis=0)
-    for first in range(start, stop, QUERIES):
-        first = tl.multiple_of(first, QUERIES)
+    begin_loop, end_loop = loop_of(start, whole, rest, stop, EDGE)
+    for at in range(begin_loop, end_loop, QUERIES):
+        first = tl.multiple_of(block_of(at, whole, rest, EDGE), QUERIES)
         row = first + tl.arange(0, QUERIES)
         exists = row < queries
         shift_of_row = _load_shift(shift, row, exists, total, HALF)
@@ -164,24 +167,17 @@ def _key_gradients(
         mask_head = None
         if mask is not None:
             mask_head = mask + (b * m0 + h * m1)
-        if right is not None or bounds is not None:
-            sums = _through_queries(
-                sums, q_head, key, value, grad_head, shift_head, delta_head, total_head, mask_head, bounds, seed, column, begin, end,
-                head, queries, n, q2, q3, g2, g3, m2, m3, slope, scale, softcap, left, right, offset, threshold,
-                keep_scale, start, whole, width, v_width, dk is not None, BOOLEAN, FOURS, EMPTY, True, QUERIES, KEYS,
-                WIDTH, V_WIDTH,
-            )  # fmt: skip
         sums = _through_queries(
-            sums, q_head, key, value, grad_head, shift_head, delta_head, total_head, mask_head, bounds, seed, column, begin, end,
-            head, queries, n, q2, q3, g2, g3, m2, m3, slope, scale, softcap, left, right, offset, threshold,
-            keep_scale, whole, rest, width, v_width, dk is not None, BOOLEAN, FOURS, EMPTY, False, QUERIES, KEYS,
-            WIDTH, V_WIDTH,
+            sums, q_head, key, value, grad_head, shift_head, delta_head, total_head, mask_head, bounds, seed, column,
+            begin, end, head, queries, n, q2, q3, g2, g3, m2, m3, slope, scale, softcap, left, right, offset, threshold,
+            keep_scale, start, whole, rest, stop, width, v_width, dk is not None, BOOLEAN, FOURS, EMPTY, False, QUERIES,
+            KEYS, WIDTH, V_WIDTH,
         )  # fmt: skip
         sums = _through_queries(
-            sums, q_head, key, value, grad_head, shift_head, delta_head, total_head, mask_head, bounds, seed, column, begin, end,
-            head, queries, n, q2, q3, g2, g3, m2, m3, slope, scale, softcap, left, right, offset, threshold,
-            keep_scale, rest, stop, width, v_width, dk is not None, BOOLEAN, FOURS, EMPTY, True, QUERIES, KEYS,
-            WIDTH, V_WIDTH,
+            sums, q_head, key, value, grad_head, shift_head, delta_head, total_head, mask_head, bounds, seed, column,
+            begin, end, head, queries, n, q2, q3, g2, g3, m2, m3, slope, scale, softcap, left, right, offset, threshold,
+            keep_scale, start, whole, rest, stop, width, v_width, dk is not None, BOOLEAN, FOURS, EMPTY, True, QUERIES,
+            KEYS, WIDTH, V_WIDTH,
         )  # fmt: skip
     if dk is not None:
         store_rows(dk + b * dk0 + u * dk1, sums[0] * scale, column, exists, dk2, dk3, width, WIDTH)
@@ -192,20 +188,21 @@ def _key_gradients(
 @triton.jit
 def _through_keys(
     sums, q, k, v, grad, delta, total, dbias, mask, seed, row, begin, end, place, head, queries, n, k2, k3, v2, v3, m2,
-    m3, d2, d3, slope, scale, softcap, threshold, keep_scale, seen_from, seen_to, start, stop, width: tl.constexpr,
+    m3, d2, d3, slope, scale, softcap, threshold, keep_scale, seen_from, seen_to, start, whole, rest, stop, width: tl.constexpr,
     v_width: tl.constexpr, STATISTICS: tl.constexpr, DQ: tl.constexpr, ROWS_SUMMED: tl.constexpr, KEYS_SUMMED: tl.constexpr,
     BOOLEAN: tl.constexpr, FOURS: tl.constexpr, EDGE: tl.constexpr, CLEAN: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the keys from `start` to `stop` give to dQ and the sum of dB along keys, or stores dB. With STATISTICS the state is
+    """Adds what such keys give to dQ and the sum of dB along keys, or stores dB. With STATISTICS the state is
     instead, of each row, the sums of exp(score - maximum) and of that times dP, and the maximum so far."""
     F: tl.constexpr = sums[0].dtype
     HALF: tl.constexpr = is_half(q.dtype)
     MASKED: tl.constexpr = EDGE or mask is not None
     matrix, vector, shift = sums
     first_row = tl.min(row, axis=0)
-    for first in range(start, stop, KEYS):
-        first = tl.multiple_of(first, KEYS)
+    begin_loop, end_loop = loop_of(start, whole, rest, stop, EDGE)
+    for at in range(begin_loop, end_loop, KEYS):
+        first = tl.multiple_of(block_of(at, whole, rest, EDGE), KEYS)
         column = first + tl.arange(0, KEYS)
         exists = (column >= seen_from) & (column < seen_to)
         key = load_rows(k, column, exists, k2, k3, width, WIDTH)
@@ -297,23 +294,16 @@ def _query_gradients(
     begin, end, place = keys_seen(row, queries, n, left, right, offset, bounds)
     seen_from, seen_to = tl.min(begin, axis=0), tl.max(end, axis=0)
     start, whole, rest, stop = spans(begin, end, KEYS)
-    if left is not None or bounds is not None:
-        sums = _through_keys(
-            sums, query, k, v, upstream, row_delta, row_total, dbias, mask, seed, row, begin, end, place, head, queries, n,
-            k2, k3, v2, v3, m2, m3, d2, d3, slope, scale, softcap, threshold, keep_scale, seen_from, seen_to, start,
-            whole, width, v_width, STATISTICS, dq is not None, ROWS_SUMMED, KEYS_SUMMED, BOOLEAN, FOURS, True,
-            mask is not None or bounds is not None, QUERIES, KEYS, WIDTH, V_WIDTH,
-        )  # fmt: skip
     sums = _through_keys(
         sums, query, k, v, upstream, row_delta, row_total, dbias, mask, seed, row, begin, end, place, head, queries, n,
-        k2, k3, v2, v3, m2, m3, d2, d3, slope, scale, softcap, threshold, keep_scale, seen_from, seen_to, whole,
-        rest, width, v_width, STATISTICS, dq is not None, ROWS_SUMMED, KEYS_SUMMED, BOOLEAN, FOURS, False,
+        k2, k3, v2, v3, m2, m3, d2, d3, slope, scale, softcap, threshold, keep_scale, seen_from, seen_to, start, whole,
+        rest, stop, width, v_width, STATISTICS, dq is not None, ROWS_SUMMED, KEYS_SUMMED, BOOLEAN, FOURS, False,
         mask is not None, QUERIES, KEYS, WIDTH, V_WIDTH,
     )  # fmt: skip
     sums = _through_keys(
         sums, query, k, v, upstream, row_delta, row_total, dbias, mask, seed, row, begin, end, place, head, queries, n,
-        k2, k3, v2, v3, m2, m3, d2, d3, slope, scale, softcap, threshold, keep_scale, seen_from, seen_to, rest,
-        stop, width, v_width, STATISTICS, dq is not None, ROWS_SUMMED, KEYS_SUMMED, BOOLEAN, FOURS, True,
+        k2, k3, v2, v3, m2, m3, d2, d3, slope, scale, softcap, threshold, keep_scale, seen_from, seen_to, start, whole,
+        rest, stop, width, v_width, STATISTICS, dq is not None, ROWS_SUMMED, KEYS_SUMMED, BOOLEAN, FOURS, True,
         mask is not None or bounds is not None, QUERIES, KEYS, WIDTH, V_WIDTH,
     )  # fmt: skip
     if STATISTICS:
