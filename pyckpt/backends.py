@@ -74,8 +74,10 @@ _local = _Local()
 
 # On CUDA tensors, for ops that were measured: the faster backend, and the results file that says so. All others: Triton. On ROCm
 # there is only Triton.
-# Attention has no kernels there yet: plain PyTorch serves it.
-ON_CUDA: dict[str, tuple[str, str]] = {"attention": ("reference", "")}
+ON_CUDA: dict[str, tuple[str, str]] = {}
+WITHOUT_CUDA = {
+    "attention"
+}  # ops that the CUDA kernels do not have: where there is no Triton, plain PyTorch serves them
 
 
 def register(
@@ -135,7 +137,7 @@ def _of_several(device_type: str, op: str) -> str:
     if device_type != "cuda":
         return "reference"
     names = [ON_CUDA.get(op, ("triton",))[0], "triton", "cuda"]
-    usable = (name for name in names if not (name == "cuda" and torch.version.hip))
+    usable = (name for name in names if not (name == "cuda" and (torch.version.hip or op in WITHOUT_CUDA)))
     return next((name for name in usable if _backends[name].available), "reference")
 
 

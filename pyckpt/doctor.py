@@ -36,7 +36,11 @@ _NO_GPU = {
     "triton": "no GPU yet: Triton's interpreter only",
 }
 RUN_ON: dict[str, dict[str, str]] = {
-    name: {"cpu": "x86-64 hardware", **({} if name == "attention" else _NO_GPU)} for name in F.__all__
+    name: {
+        "cpu": "x86-64 hardware",
+        **{b: told for b, told in _NO_GPU.items() if b != "cuda" or name not in backends.WITHOUT_CUDA},
+    }
+    for name in F.__all__
 }
 
 _PACKAGES = ("pyckpt", "torch", "numpy", "triton", "transformers")

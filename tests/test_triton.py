@@ -50,7 +50,7 @@ def draw(*shape):
 
 
 def test_every_op_has_a_kernel():
-    assert {op.name for op in Op.all if "triton" not in op.kernels} == {"attention_fwd", "attention_bwd"}
+    assert all("triton" in op.kernels for op in Op.all)
 
 
 @pytest.fixture
@@ -109,6 +109,7 @@ def test_choice_on_cuda(monkeypatch):
     for names, expected in chosen.items():
         there(*names)
         assert (backends.select("cuda", "gelu"), backends.select("cuda", "softmax")) == expected
+        assert backends.select("cuda", "attention") == ("triton" if "triton" in names else "reference")
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert backends.select("cuda", "gelu") == "triton"
 
@@ -116,14 +117,12 @@ def test_choice_on_cuda(monkeypatch):
 def test_choices_have_evidence():
     root = Path(__file__).parents[1]
     families = {op.family for op in Op.all}
-    assert families == set(F.__all__)
+    assert families == set(F.__all__) and backends.WITHOUT_CUDA <= families
+    assert not any("cuda" in op.kernels for op in Op.all if op.family in backends.WITHOUT_CUDA)
     for op, (backend, evidence) in backends.ON_CUDA.items():
         assert op in families
         kernels = set.intersection(*(set(o.kernels) for o in Op.all if o.family == op))
-        if kernels & {"cuda", "triton"}:
-            assert backend in kernels and evidence and (root / evidence).exists()
-        else:
-            assert backend == "reference"
+        assert backend in kernels and evidence and (root / evidence).exists()
 
 
 # Limits

@@ -80,7 +80,9 @@ def _go_through(
         if CLEAN:
             exists = exists & (tl.max(keep.to(tl.int32), axis=0) > 0)
         value = load_rows(v, column, exists, v2, v3, v_width, V_WIDTH)
-        acc = tl.dot(p.to(v.dtype.element_ty), value, acc * fade[:, None], input_precision="ieee", out_dtype=F)
+        acc = tl.dot(
+            p.to(v.dtype.element_ty), value, acc * fade[:, None], input_precision="ieee", out_dtype=F
+        )
     return acc, top, total
 
 
@@ -132,7 +134,14 @@ def _forward(
     # A sum of 0 is that of a row that sees nothing; where there are none of these, of scores that are all -inf: NaN, as in torch.
     inverse = inverse_of(total) if EMPTY else divide(tl.full(total.shape, 1.0, F), total)
     store_rows(
-        out + b * o0 + h * o1, quotient(acc, total, inverse, HALF), row, row < queries, o2, 1, v_width, V_WIDTH
+        out + b * o0 + h * o1,
+        quotient(acc, total, inverse, HALF),
+        row,
+        row < queries,
+        o2,
+        1,
+        v_width,
+        V_WIDTH,
     )
     if HALF:
         log = (top + tl.log2(total)) * LOG2
@@ -203,25 +212,26 @@ def padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def geometry(call: Call) -> dict[str, int]:
-    """Of forward: queries and keys of a block, warps, stages of the pipeline of loads."""
+# Queries, keys, warps and stages of loads of a program's block, by the width of a head's tile: as large as registers hold without
+# spills, and 99 KiB of shared memory, which every GPU since compute capability 8.0 has. Not measured on hardware.
+Blocks = dict[int, tuple[int, int, int, int]]
+HALF_BLOCKS: Blocks = {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2), 512: (16, 16, 4, 1)}
+WIDE_BLOCKS: Blocks = {64: (32, 32, 4, 1), 128: (16, 32, 4, 1), 512: (16, 16, 4, 1)}
+
+
+def geometry(call: Call, half: Blocks, wide: Blocks) -> dict[str, int]:
+    """Of a kernel with these blocks for 16-bit dtypes and for others."""
     width = max(padded(call.q.shape[3]), padded(call.v.shape[3]))
-    if call.q.dtype.itemsize > 2:
-        queries, keys, warps, stages = (32, 32, 4, 1) if width <= 128 else (16, 16, 4, 1)
-    elif width <= 64:
-        queries, keys, warps, stages = 128, 64, 4, 3
-    elif width <= 128:
-        queries, keys, warps, stages = 128, 64, 8, 2
-    else:
-        queries, keys, warps, stages = (64, 32, 4, 2) if width <= 256 else (16, 16, 4, 1)
-    if torch.version.hip:
-        stages = min(stages, 2)
+    blocks = half if call.q.dtype.itemsize == 2 else wide
+    queries, keys, warps, stages = next(block for widest, block in blocks.items() if width <= widest)
+    if torch.version.hip:  # with twice the threads in a warp, and half the shared memory
+        warps, stages = max(1, warps // 2), min(stages, 2)
     return {"QUERIES": queries, "KEYS": keys, "num_warps": warps, "num_stages": stages}
 
 
 def forward(call: Call, out: Tensor, logsumexp: Tensor) -> None:
     """The output, its columns adjacent, and logsumexp (contiguous)."""
-    shape = geometry(call)
+    shape = geometry(call, HALF_BLOCKS, WIDE_BLOCKS)
     programs = call.q.shape[0] * call.q.shape[1] * divide_up(call.q.shape[2], shape["QUERIES"])
     launch_rows(
         _forward, programs, call.q, call.q, call.k, call.v, out, logsumexp, *call.inputs(), call.bounds, call.seed,

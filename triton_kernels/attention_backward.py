@@ -29,7 +29,7 @@ from ._attention_tiles import (
 )
 from ._common import arithmetic, divide, divide_up, double, is_half, launch_rows, row_sum
 from ._softmax_tiles import inverse_of, row_dot
-from .attention import UNSPECIALISED, Call, padded
+from .attention import UNSPECIALISED, Call, geometry, padded
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "n", "first"])
@@ -75,7 +75,7 @@ def _probabilities(score, keep, shift, total, LINE: tl.constexpr, HALF: tl.const
 def _through_queries(
     sums, q, k, v, grad, shift, delta, total, mask, bounds, seed, column, begin, end, head, queries, n, q2, q3, g2, g3,
     m2, m3, slope, scale, softcap, left, right, offset, threshold, keep_scale, start, whole, rest, stop, width: tl.constexpr,
-    v_width: tl.constexpr, DK: tl.constexpr, BOOLEAN: tl.constexpr, FOURS: tl.constexpr, EMPTY: tl.constexpr,
+    v_width: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BOOLEAN: tl.constexpr, FOURS: tl.constexpr, EMPTY: tl.constexpr,
     EDGE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Adds what the queries of one head give to (dK, dV), those whose blocks are needed whole or (EDGE) the others. Tiles lie with keys along their rows, so that
@@ -91,7 +91,9 @@ def _through_queries(
         row = first + tl.arange(0, QUERIES)
         exists = row < queries
         shift_of_row = _load_shift(shift, row, exists, total, HALF)
-        if EMPTY:  # neither the query of a row that sees nothing nor its gradient may reach a product: 0 times NaN
+        if (
+            EMPTY
+        ):  # neither the query of a row that sees nothing nor its gradient may reach a product: 0 times NaN
             exists = exists & (shift_of_row != float("-inf"))
         query = load_rows(q, row, exists, q2, q3, width, WIDTH)
         product = tl.dot(k, tl.trans(query), input_precision="ieee", out_dtype=F)
@@ -113,10 +115,13 @@ def _through_queries(
         dropped = p
         if seed is not None:
             factor = tl.trans(
-                tile_factors(seed, head, first, first_key, queries, n, threshold, keep_scale, F, FOURS, QUERIES, KEYS)
+                tile_factors(
+                    seed, head, first, first_key, queries, n, threshold, keep_scale, F, FOURS, QUERIES, KEYS
+                )
             )
             dropped = p * factor
-        dv = tl.dot(dropped.to(v.dtype), upstream, dv, input_precision="ieee", out_dtype=F)
+        if DV:
+            dv = tl.dot(dropped.to(v.dtype), upstream, dv, input_precision="ieee", out_dtype=F)
         if DK:
             dp = tl.dot(v, tl.trans(upstream), input_precision="ieee", out_dtype=F)
             if seed is not None:
@@ -170,13 +175,13 @@ def _key_gradients(
         sums = _through_queries(
             sums, q_head, key, value, grad_head, shift_head, delta_head, total_head, mask_head, bounds, seed, column,
             begin, end, head, queries, n, q2, q3, g2, g3, m2, m3, slope, scale, softcap, left, right, offset, threshold,
-            keep_scale, start, whole, rest, stop, width, v_width, dk is not None, BOOLEAN, FOURS, EMPTY, False, QUERIES,
+            keep_scale, start, whole, rest, stop, width, v_width, dk is not None, dv is not None, BOOLEAN, FOURS, EMPTY, False, QUERIES,
             KEYS, WIDTH, V_WIDTH,
         )  # fmt: skip
         sums = _through_queries(
             sums, q_head, key, value, grad_head, shift_head, delta_head, total_head, mask_head, bounds, seed, column,
             begin, end, head, queries, n, q2, q3, g2, g3, m2, m3, slope, scale, softcap, left, right, offset, threshold,
-            keep_scale, start, whole, rest, stop, width, v_width, dk is not None, BOOLEAN, FOURS, EMPTY, True, QUERIES,
+            keep_scale, start, whole, rest, stop, width, v_width, dk is not None, dv is not None, BOOLEAN, FOURS, EMPTY, True, QUERIES,
             KEYS, WIDTH, V_WIDTH,
         )  # fmt: skip
     if dk is not None:
@@ -247,9 +252,7 @@ def _through_keys(
                     ds = hidden(ds, keep, 0.0, MASKED)
                 if CLEAN:  # keys that no query here sees may hold anything
                     key = tl.where((tl.max(keep.to(tl.int32), axis=0) > 0)[:, None], key, 0.0)
-                matrix = tl.dot(
-                    ds.to(k.dtype.element_ty), key, matrix, input_precision="ieee", out_dtype=F
-                )
+                matrix = tl.dot(ds.to(k.dtype.element_ty), key, matrix, input_precision="ieee", out_dtype=F)
     return matrix, vector, shift
 
 
@@ -317,17 +320,15 @@ def _query_gradients(
         tl.store(dbias + row.to(tl.int64) * d2, sums[1], mask=exists)
 
 
-def _geometry(call: Call, by_keys: bool) -> dict[str, int]:
-    """Queries and keys of a block, warps, stages. The block that a program keeps is the longer one."""
-    width = max(padded(call.q.shape[3]), padded(call.v.shape[3]))
-    if call.q.dtype.itemsize > 2:
-        long, short, warps, stages = (32, 32, 4, 1) if width <= 64 else (16, 16, 4, 1)
-    elif width <= 128:
-        long, short, warps, stages = 64, 64, 4, 1
-    else:
-        long, short, warps, stages = (32, 32, 4, 1) if width <= 256 else (16, 16, 4, 1)
-    queries, keys = (short, long) if by_keys else (long, short)
-    return {"QUERIES": queries, "KEYS": keys, "num_warps": warps, "num_stages": stages}
+# As in attention.py; the kernel that goes through queries keeps two sums of the size of its keys.
+BY_KEYS = (
+    {64: (32, 128, 8, 1), 128: (16, 128, 8, 1), 256: (16, 64, 8, 1), 512: (16, 16, 4, 1)},
+    {64: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
+)
+BY_QUERIES = (
+    {64: (64, 64, 4, 1), 128: (64, 64, 8, 1), 256: (64, 32, 8, 1), 512: (16, 16, 4, 1)},
+    {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+)
 
 
 def row_products(grad: Tensor, out: Tensor, delta: Tensor) -> None:
@@ -354,7 +355,7 @@ def key_gradients(
     dv: Tensor | None,
 ) -> None:
     """Those of dk and dv that are not None, of any strides. `shift`: logsumexp or, with `total`, the rows' maxima."""
-    shape = _geometry(call, True)
+    shape = geometry(call, *BY_KEYS)
     programs = call.k.shape[0] * call.k.shape[1] * divide_up(call.k.shape[2], shape["KEYS"])
     launch_rows(
         _key_gradients, programs, call.q, call.q, call.k, call.v, grad, dk, dv, shift, delta, total, *call.inputs(),
@@ -366,7 +367,11 @@ def key_gradients(
 def bias_partials(call: Call, rows_summed: bool, keys_summed: bool) -> tuple[int, int]:
     """Rows and columns, for each head, of what :func:`query_gradients` writes of a bias that broadcasts over queries or keys."""
     queries = call.q.shape[2]
-    rows = divide_up(queries, _geometry(call, False)["QUERIES"]) if rows_summed and not keys_summed else queries
+    rows = (
+        divide_up(queries, geometry(call, *BY_QUERIES)["QUERIES"])
+        if rows_summed and not keys_summed
+        else queries
+    )
     return rows, 1 if keys_summed else call.k.shape[2]
 
 
@@ -380,7 +385,7 @@ def _by_queries(
     dbias: Tensor | None = None,
     **options: bool,
 ) -> None:
-    shape = _geometry(call, False)
+    shape = geometry(call, *BY_QUERIES)
     programs = call.q.shape[0] * call.q.shape[1] * divide_up(call.q.shape[2], shape["QUERIES"])
     launch_rows(
         _query_gradients, programs, call.q, call.q, call.k, call.v, grad, dq, dbias, shift, delta, total,
@@ -394,9 +399,7 @@ def statistics(call: Call, grad: Tensor, shift: Tensor, delta: Tensor, total: Te
     """Of each row the maximum of its scores, delta from what it will be subtracted from, and the sum of the exponentials, in place
     of logsumexp and of a delta from the output, whose roundings add to those of scores. A pass of two more products, for dtypes in
     which that would be seen."""
-    _by_queries(
-        call, grad, shift, delta, total, STATISTICS=True, ROWS_SUMMED=False, KEYS_SUMMED=False
-    )
+    _by_queries(call, grad, shift, delta, total, STATISTICS=True, ROWS_SUMMED=False, KEYS_SUMMED=False)
 
 
 def query_gradients(

@@ -35,7 +35,8 @@ class Kernel:
     """One kernel for one architecture.
 
     `loads` and `stores` count instructions on global memory by their width in bits; `shared` is static shared memory in bytes;
-    `spill_loads` and `spill_stores` are accesses to local memory, which a kernel without arrays makes only to spill registers.
+    `spill_loads` and `spill_stores` are accesses to local memory, which a kernel without arrays makes only to spill registers;
+    `matrix` counts instructions of tensor cores.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Kernel:
     spill_loads: int = 0
     spill_stores: int = 0
     instructions: int = 0
+    matrix: int = 0
     loads: Counter[int] = field(default_factory=Counter)
     stores: Counter[int] = field(default_factory=Counter)
 
@@ -103,6 +105,13 @@ def _count(kernel: Kernel, opcode: str) -> None:
         kernel.spill_loads += 1
     elif base == "STL":
         kernel.spill_stores += 1
+    elif base in (
+        "HMMA",
+        "HGMMA",
+        "DMMA",
+        "UTCHMMA",
+    ):  # of a warp, of a group of four, of float64, of compute capability 10
+        kernel.matrix += 1
 
 
 def parse(text: str) -> Iterator[Kernel]:

@@ -98,7 +98,9 @@ def backward(
     mask, none = given.mask, q.new_empty(0)
     if not out.numel() or not k.shape[2]:
         like = (q, k, v, mask)
-        zeros = (torch.zeros_like(x) if w and x is not None else none for x, w in zip(like, wanted, strict=True))
+        zeros = (
+            torch.zeros_like(x) if w and x is not None else none for x, w in zip(like, wanted, strict=True)
+        )
         return tuple(zeros)  # type: ignore[return-value]
     out, logsumexp = columns_adjacent(resolved(out)), logsumexp.contiguous()
     call = _call(module, q, k, v, given, options)
