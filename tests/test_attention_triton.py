@@ -1,4 +1,4 @@
-"""Attention's Triton kernels, interpreted, in blocks so small that there are many: what is skipped, what is read, what is refused."""
+"""Attention's Triton kernels, interpreted, in blocks so small that there are many: what is skipped, read and refused."""
 
 import importlib
 import math

@@ -1,8 +1,9 @@
-"""Attention without its probabilities in memory (Dao et al., FlashAttention-2, 2023): the forward kernel, and how calls are laid out.
+"""Attention without its probabilities in memory (Dao et al., FlashAttention-2, 2023): the forward, and how calls are laid out.
 
-A program holds a block of queries of one head, and goes through the blocks of keys that any of them sees, with the maximum and the
-sum of each row so far. Only blocks that not all of its queries see whole are looked at element by element. It reads q and writes the
-output once; k and v are read once for each block of queries, from the cache mostly. Operations: 2 (width + v width) a score.
+A program holds a block of queries of one head, and goes through the blocks of keys that any of them sees, with the maximum and
+the sum of each row so far: first those that all its queries see whole, then the others, which are looked at one by one. It
+reads q and writes the output once; k and v are read once for each block of queries, from the cache mostly. Operations:
+2 (width + v width) a score.
 
 The backward kernels are in attention_backward.py.
 """
@@ -120,39 +121,27 @@ def _forward(
         tl.full((QUERIES,), float("-inf"), F),
         tl.zeros((QUERIES,), F),
     )
-    state = _go_through(
-        state, query, k, v, mask, seed, row, begin, end, place, head, queries, n, k2, k3, v2, v3, m2, m3, slope,
-        scale, softcap, threshold, keep_scale, seen_from, seen_to, start, whole, rest, stop, width, v_width, BOOLEAN,
-        FOURS, False, mask is not None, QUERIES, KEYS, WIDTH, V_WIDTH,
-    )  # fmt: skip
-    state = _go_through(
-        state, query, k, v, mask, seed, row, begin, end, place, head, queries, n, k2, k3, v2, v3, m2, m3, slope,
-        scale, softcap, threshold, keep_scale, seen_from, seen_to, start, whole, rest, stop, width, v_width, BOOLEAN,
-        FOURS, True, mask is not None or bounds is not None, QUERIES, KEYS, WIDTH, V_WIDTH,
-    )  # fmt: skip
+    for edge in tl.static_range(0, 2):
+        state = _go_through(
+            state, query, k, v, mask, seed, row, begin, end, place, head, queries, n, k2, k3, v2, v3, m2, m3, slope,
+            scale, softcap, threshold, keep_scale, seen_from, seen_to, start, whole, rest, stop, width, v_width,
+            BOOLEAN, FOURS, edge == 1, mask is not None or (edge == 1 and bounds is not None), QUERIES, KEYS, WIDTH,
+            V_WIDTH,
+        )  # fmt: skip
     acc, top, total = state
     # A sum of 0 is that of a row that sees nothing; where there are none of these, of scores that are all -inf: NaN, as in torch.
     inverse = inverse_of(total) if EMPTY else divide(tl.full(total.shape, 1.0, F), total)
-    store_rows(
-        out + b * o0 + h * o1,
-        quotient(acc, total, inverse, HALF),
-        row,
-        row < queries,
-        o2,
-        1,
-        v_width,
-        V_WIDTH,
-    )
-    if HALF:
-        log = (top + tl.log2(total)) * LOG2
-    else:
-        log = (top.to(tl.float64) + tl.log(total.to(tl.float64))).to(F)
+    value = quotient(acc, total, inverse, HALF)
+    store_rows(out + b * o0 + h * o1, value, row, row < queries, o2, 1, v_width, V_WIDTH)
+    if not HALF:
+        top, total = top.to(tl.float64), total.to(tl.float64)
+    log = (top + tl.log2(total)) * LOG2 if HALF else (top + tl.log(total)).to(F)
     tl.store(logsumexp + head * queries + row, log, mask=row < queries)
 
 
 class Call(NamedTuple):
-    """What a call of attention is given, as in pyckpt.ops: q (batch, heads, queries, width), k and v (batch, kv heads, keys, width
-    and v width), of any strides. Query i stands at key i + offset, and sees `left` keys before and `right` after that place."""
+    """What a call of attention is given: q (batch, heads, queries, width), k and v (batch, kv heads, keys, ...), of
+    any strides. Query i stands at key i + offset, and sees `left` keys before and `right` after that place."""
 
     q: Tensor
     k: Tensor
@@ -216,7 +205,7 @@ def padded(width: int) -> int:
 # spills, and 99 KiB of shared memory, which every GPU since compute capability 8.0 has. Not measured on hardware.
 Blocks = dict[int, tuple[int, int, int, int]]
 HALF_BLOCKS: Blocks = {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2), 512: (16, 16, 4, 1)}
-WIDE_BLOCKS: Blocks = {64: (32, 32, 4, 1), 128: (16, 32, 4, 1), 512: (16, 16, 4, 1)}
+WIDE_BLOCKS: Blocks = {128: (16, 32, 4, 1), 512: (16, 16, 4, 1)}
 
 
 def geometry(call: Call, half: Blocks, wide: Blocks) -> dict[str, int]:

@@ -78,8 +78,8 @@ def _through_queries(
     v_width: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BOOLEAN: tl.constexpr, FOURS: tl.constexpr, EMPTY: tl.constexpr,
     EDGE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the queries of one head give to (dK, dV), those whose blocks are needed whole or (EDGE) the others. Tiles lie with keys along their rows, so that
-    both products take theirs as it lies."""
+    """Adds what the queries of one head give to (dK, dV), those whose blocks are needed whole or (EDGE) the rest. Tiles lie with
+    keys along their rows, so that both products take theirs as it lies."""
     F: tl.constexpr = sums[0].dtype
     HALF: tl.constexpr = is_half(k.dtype)
     MASKED: tl.constexpr = EDGE or EMPTY
@@ -158,7 +158,7 @@ def _key_gradients(
     begin, end = queries_seen(column, queries, n, left, right, offset, key_bounds)
     start, whole, rest, stop = spans(begin, end, QUERIES)
     sums = tl.zeros((KEYS, WIDTH), F), tl.zeros((KEYS, V_WIDTH), F)
-    for member in range(0, group):
+    for member in range(group):
         h = u * group + member
         head = b * heads + h
         q_head, grad_head = q + b * q0 + h * q1, grad + b * g0 + h * g1
@@ -172,18 +172,13 @@ def _key_gradients(
         mask_head = None
         if mask is not None:
             mask_head = mask + (b * m0 + h * m1)
-        sums = _through_queries(
-            sums, q_head, key, value, grad_head, shift_head, delta_head, total_head, mask_head, bounds, seed, column,
-            begin, end, head, queries, n, q2, q3, g2, g3, m2, m3, slope, scale, softcap, left, right, offset, threshold,
-            keep_scale, start, whole, rest, stop, width, v_width, dk is not None, dv is not None, BOOLEAN, FOURS, EMPTY, False, QUERIES,
-            KEYS, WIDTH, V_WIDTH,
-        )  # fmt: skip
-        sums = _through_queries(
-            sums, q_head, key, value, grad_head, shift_head, delta_head, total_head, mask_head, bounds, seed, column,
-            begin, end, head, queries, n, q2, q3, g2, g3, m2, m3, slope, scale, softcap, left, right, offset, threshold,
-            keep_scale, start, whole, rest, stop, width, v_width, dk is not None, dv is not None, BOOLEAN, FOURS, EMPTY, True, QUERIES,
-            KEYS, WIDTH, V_WIDTH,
-        )  # fmt: skip
+        for edge in tl.static_range(0, 2):
+            sums = _through_queries(
+                sums, q_head, key, value, grad_head, shift_head, delta_head, total_head, mask_head, bounds, seed, column,
+                begin, end, head, queries, n, q2, q3, g2, g3, m2, m3, slope, scale, softcap, left, right, offset, threshold,
+                keep_scale, start, whole, rest, stop, width, v_width, dk is not None, dv is not None, BOOLEAN, FOURS, EMPTY,
+                edge == 1, QUERIES, KEYS, WIDTH, V_WIDTH,
+            )  # fmt: skip
     if dk is not None:
         store_rows(dk + b * dk0 + u * dk1, sums[0] * scale, column, exists, dk2, dk3, width, WIDTH)
     if dv is not None:
@@ -262,7 +257,8 @@ def _query_gradients(
     k0, k1, k2, k3, v0, v1, v2, v3, g0, g1, g2, g3, dq0, dq1, dq2, dq3, d0, d1, d2, d3, m0, m1, m2, m3, l0, l1, scale,
     softcap, left, right, offset, threshold, keep_scale, first, width: tl.constexpr, v_width: tl.constexpr,
     STATISTICS: tl.constexpr, ROWS_SUMMED: tl.constexpr, KEYS_SUMMED: tl.constexpr, BOOLEAN: tl.constexpr,
-    FOURS: tl.constexpr, EMPTY: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    FOURS: tl.constexpr, EMPTY: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
 ):  # fmt: skip
     F: tl.constexpr = arithmetic(q.dtype.element_ty)
     HALF: tl.constexpr = is_half(q.dtype.element_ty)
@@ -297,18 +293,13 @@ def _query_gradients(
     begin, end, place = keys_seen(row, queries, n, left, right, offset, bounds)
     seen_from, seen_to = tl.min(begin, axis=0), tl.max(end, axis=0)
     start, whole, rest, stop = spans(begin, end, KEYS)
-    sums = _through_keys(
-        sums, query, k, v, upstream, row_delta, row_total, dbias, mask, seed, row, begin, end, place, head, queries, n,
-        k2, k3, v2, v3, m2, m3, d2, d3, slope, scale, softcap, threshold, keep_scale, seen_from, seen_to, start, whole,
-        rest, stop, width, v_width, STATISTICS, dq is not None, ROWS_SUMMED, KEYS_SUMMED, BOOLEAN, FOURS, False,
-        mask is not None, QUERIES, KEYS, WIDTH, V_WIDTH,
-    )  # fmt: skip
-    sums = _through_keys(
-        sums, query, k, v, upstream, row_delta, row_total, dbias, mask, seed, row, begin, end, place, head, queries, n,
-        k2, k3, v2, v3, m2, m3, d2, d3, slope, scale, softcap, threshold, keep_scale, seen_from, seen_to, start, whole,
-        rest, stop, width, v_width, STATISTICS, dq is not None, ROWS_SUMMED, KEYS_SUMMED, BOOLEAN, FOURS, True,
-        mask is not None or bounds is not None, QUERIES, KEYS, WIDTH, V_WIDTH,
-    )  # fmt: skip
+    for edge in tl.static_range(0, 2):
+        sums = _through_keys(
+            sums, query, k, v, upstream, row_delta, row_total, dbias, mask, seed, row, begin, end, place, head, queries, n,
+            k2, k3, v2, v3, m2, m3, d2, d3, slope, scale, softcap, threshold, keep_scale, seen_from, seen_to, start, whole,
+            rest, stop, width, v_width, STATISTICS, dq is not None, ROWS_SUMMED, KEYS_SUMMED, BOOLEAN, FOURS, edge == 1,
+            mask is not None or (edge == 1 and bounds is not None), QUERIES, KEYS, WIDTH, V_WIDTH,
+        )  # fmt: skip
     if STATISTICS:
         tl.store(shift + head * queries + row, sums[2], mask=exists)
         tl.store(total + head * queries + row, sums[0], mask=exists)
@@ -322,12 +313,12 @@ def _query_gradients(
 
 # As in attention.py; the kernel that goes through queries keeps two sums of the size of its keys.
 BY_KEYS = (
-    {64: (32, 128, 8, 1), 128: (16, 128, 8, 1), 256: (16, 64, 8, 1), 512: (16, 16, 4, 1)},
+    {64: (32, 128, 8, 1), 128: (16, 128, 8, 1), 256: (16, 32, 8, 1), 512: (16, 16, 4, 1)},
     {64: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
 )
 BY_QUERIES = (
-    {64: (64, 64, 4, 1), 128: (64, 64, 8, 1), 256: (64, 32, 8, 1), 512: (16, 16, 4, 1)},
-    {64: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    {64: (64, 64, 4, 1), 128: (64, 64, 8, 1), 256: (32, 32, 4, 1), 512: (16, 16, 4, 1)},
+    {64: (16, 32, 4, 1), 512: (16, 16, 4, 1)},
 )
 
 
@@ -396,9 +387,9 @@ def _by_queries(
 
 
 def statistics(call: Call, grad: Tensor, shift: Tensor, delta: Tensor, total: Tensor) -> None:
-    """Of each row the maximum of its scores, delta from what it will be subtracted from, and the sum of the exponentials, in place
-    of logsumexp and of a delta from the output, whose roundings add to those of scores. A pass of two more products, for dtypes in
-    which that would be seen."""
+    """Of each row the maximum of its scores, delta from what it is to be subtracted from, and the exponentials' sum: in place
+    of logsumexp and of a delta from the output, whose roundings add to those of scores. A pass of two more products, for dtypes
+    in which that would be seen."""
     _by_queries(call, grad, shift, delta, total, STATISTICS=True, ROWS_SUMMED=False, KEYS_SUMMED=False)
 
 

@@ -40,7 +40,7 @@ MAIN = (
     "softmax backward", "softmax backward, additive mask, causal, dropout",
 )  # fmt: skip
 
-#: Widths of heads. Those of float32 and float64 are audited where a whole tile of 64 fits.
+#: Widths of heads.
 HEADS = (64, 128, 256)
 NARROW = ("_add_blocks", "_parameter_gradients")  # programs of few columns, which reach 16 bytes only by rows
 
@@ -70,8 +70,8 @@ def jobs(quick: bool) -> Iterator[Job]:
 
 
 def _attention_jobs(names: list[str], quick: bool) -> Iterator[Job]:
-    """Whole: every option at the usual width for sm_90, the main ones at every width and target, and in float32 and float64. Quick:
-    causal in bfloat16 at the usual width, for a GPU of each maker."""
+    """Whole: every option in bfloat16 at width 128 for sm_90; causal for every target, width and dtype. Quick: causal, bfloat16,
+    width 128, for a GPU of each maker."""
     causal = [name for name in names if name.endswith(", causal")]
     for target in ("sm_90", "gfx942") if quick else TARGETS:
         yield from ((target, name, torch.bfloat16, 128, True) for name in causal)
