@@ -265,9 +265,10 @@ def _check_root_mean_square(actual, eager, right, what):
 
 def check(name, shape, dtype, draws=None):
     """A feature on the backend in use, by the suite's one tolerance, on outputs and every gradient. A draw takes the interpreter
-    as long as a hundred take others: it gets one."""
+    as long as a hundred take others: it gets one, or a few where eager's luck in one would decide."""
     oracle.require_wide(dtype)
-    draws = draws or (1 if backends.select("cpu") == _interpreter.NAME else 12)
+    few = 3 if dtype == torch.float32 else 1
+    draws = draws or (few if backends.select("cpu") == _interpreter.NAME else 12)
     results = []
     for _ in range(draws):
         tensors = make(shape, dtype)

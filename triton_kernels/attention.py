@@ -204,7 +204,7 @@ def padded(width: int) -> int:
 # Queries, keys, warps and stages of loads of a program's block, by the width of a head's tile: as large as registers hold without
 # spills, and 99 KiB of shared memory, which every GPU since compute capability 8.0 has. Not measured on hardware.
 Blocks = dict[int, tuple[int, int, int, int]]
-HALF_BLOCKS: Blocks = {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2), 512: (16, 16, 4, 1)}
+HALF_BLOCKS: Blocks = {64: (128, 64, 8, 3), 128: (128, 32, 8, 2), 256: (64, 32, 8, 2), 512: (16, 16, 4, 1)}
 WIDE_BLOCKS: Blocks = {128: (16, 32, 4, 1), 512: (16, 16, 4, 1)}
 
 

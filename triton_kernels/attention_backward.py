@@ -27,7 +27,7 @@ from ._attention_tiles import (
     store_rows,
     tile_factors,
 )
-from ._common import arithmetic, divide, divide_up, double, is_half, launch_rows, row_sum
+from ._common import arithmetic, column_sum, divide, divide_up, double, is_half, launch_rows, row_sum
 from ._softmax_tiles import inverse_of, row_dot
 from .attention import UNSPECIALISED, Call, geometry, padded
 
@@ -233,9 +233,9 @@ def _through_keys(
         else:
             ds = hidden(p * (dp - delta[:, None]), keep, 0.0, MASKED)
             if KEYS_SUMMED:
-                vector += tl.sum(ds, axis=1)
+                vector += row_sum(ds, HALF)
             elif ROWS_SUMMED:
-                partial = tl.sum(tl.where((row < queries)[:, None], ds, 0.0), axis=0)
+                partial = column_sum(tl.where((row < queries)[:, None], ds, 0.0), HALF)
                 tl.store(dbias + (first_row // QUERIES) * d2 + column * d3, partial, mask=column < n)
             elif dbias is not None:
                 target = dbias + (row.to(tl.int64) * d2)[:, None] + column[None, :] * d3

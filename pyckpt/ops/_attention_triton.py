@@ -104,11 +104,13 @@ def backward(
         return tuple(zeros)  # type: ignore[return-value]
     out, logsumexp = columns_adjacent(resolved(out)), logsumexp.contiguous()
     call = _call(module, q, k, v, given, options)
-    summed = (False, False)
+    rows_summed = keys_summed = False
     if mask is not None and wanted[3]:
-        summed = tuple(n == 1 < m for n, m in zip(mask.shape[2:], (q.shape[2], k.shape[2]), strict=True))
+        rows_summed, keys_summed = mask.shape[2] == 1 < q.shape[2], mask.shape[3] == 1 < k.shape[2]
     delta, shift, total = torch.empty_like(logsumexp), logsumexp, None
-    if q.dtype.itemsize > 2 or summed[1]:  # sums along keys are 0 but for roundings: those of the output show
+    if (
+        q.dtype.itemsize > 2 or keys_summed
+    ):  # sums along keys are 0 but for roundings: those of the output show
         shift, total = torch.empty_like(logsumexp), torch.empty_like(logsumexp)
         module.statistics(call, grad, shift, delta, total)
     else:
@@ -121,9 +123,11 @@ def backward(
         # Every head's part, in blocks of queries where the bias broadcasts over these; then torch sums them in its fixed order.
         whole = mask.shape == (*q.shape[:3], k.shape[2])
         dtype = q.dtype if whole else wide_dtype(q)
-        dbias = q.new_zeros((*q.shape[:2], *module.bias_partials(call, *summed)), dtype=dtype)
+        dbias = q.new_zeros(
+            (*q.shape[:2], *module.bias_partials(call, rows_summed, keys_summed)), dtype=dtype
+        )
     if dq is not None or dbias is not None:
-        module.query_gradients(call, grad, shift, delta, total, dq, dbias, *summed)
+        module.query_gradients(call, grad, shift, delta, total, dq, dbias, rows_summed, keys_summed)
     gradients = [none if x is None else x for x in (dq, dk, dv)]
     dmask = none if dbias is None or mask is None else dbias.sum_to_size(mask.shape).to(q.dtype)
     return (*gradients, dmask)  # type: ignore[return-value]
