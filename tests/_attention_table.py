@@ -8,6 +8,7 @@ import torch
 
 from pyckpt import backends
 from tests import _attention as attention
+from tests import _interpreter
 from tests._oracle import DTYPES
 
 PAGE = Path(__file__).parent.parent / "docs" / "attention.md"
@@ -44,6 +45,7 @@ def features_told():
 
 
 if __name__ == "__main__":
+    _interpreter.register()
     torch.set_num_threads(1)
     text = PAGE.read_text()
     head, tail = text.partition(BEGIN)[0], text.partition(END)[2]

@@ -108,9 +108,8 @@ def backward(
     if mask is not None and wanted[3]:
         rows_summed, keys_summed = mask.shape[2] == 1 < q.shape[2], mask.shape[3] == 1 < k.shape[2]
     delta, shift, total = torch.empty_like(logsumexp), logsumexp, None
-    if (
-        q.dtype.itemsize > 2 or keys_summed
-    ):  # sums along keys are 0 but for roundings: those of the output show
+    # Sums along keys are 0 but for roundings, and would show those of the output in 16 bits too.
+    if q.dtype.itemsize > 2 or keys_summed:
         shift, total = torch.empty_like(logsumexp), torch.empty_like(logsumexp)
         module.statistics(call, grad, shift, delta, total)
     else:
@@ -123,9 +122,8 @@ def backward(
         # Every head's part, in blocks of queries where the bias broadcasts over these; then torch sums them in its fixed order.
         whole = mask.shape == (*q.shape[:3], k.shape[2])
         dtype = q.dtype if whole else wide_dtype(q)
-        dbias = q.new_zeros(
-            (*q.shape[:2], *module.bias_partials(call, rows_summed, keys_summed)), dtype=dtype
-        )
+        parts = module.bias_partials(call, rows_summed, keys_summed)
+        dbias = q.new_zeros((*q.shape[:2], *parts), dtype=dtype)
     if dq is not None or dbias is not None:
         module.query_gradients(call, grad, shift, delta, total, dq, dbias, rows_summed, keys_summed)
     gradients = [none if x is None else x for x in (dq, dk, dv)]
