@@ -95,13 +95,13 @@ def backward(
     grad = resolved(strided(grad))
     check_arguments(q, k, v, given, options)
     check_backward(grad, q, v, out, logsumexp)
-    mask, none = given.mask, q.new_empty(0)
+    mask = given.mask
     if not out.numel() or not k.shape[2]:
         like = (q, k, v, mask)
-        zeros = (
-            torch.zeros_like(x) if w and x is not None else none for x, w in zip(like, wanted, strict=True)
-        )
-        return tuple(zeros)  # type: ignore[return-value]
+        zeros = [
+            torch.zeros_like(x) if w and x is not None else None for x, w in zip(like, wanted, strict=True)
+        ]
+        return tuple(q.new_empty(0) if x is None else x for x in zeros)  # type: ignore[return-value]
     out, logsumexp = columns_adjacent(resolved(out)), logsumexp.contiguous()
     call = _call(module, q, k, v, given, options)
     rows_summed = keys_summed = False
@@ -126,6 +126,5 @@ def backward(
         dbias = q.new_zeros((*q.shape[:2], *parts), dtype=dtype)
     if dq is not None or dbias is not None:
         module.query_gradients(call, grad, shift, delta, total, dq, dbias, rows_summed, keys_summed)
-    gradients = [none if x is None else x for x in (dq, dk, dv)]
-    dmask = none if dbias is None or mask is None else dbias.sum_to_size(mask.shape).to(q.dtype)
-    return (*gradients, dmask)  # type: ignore[return-value]
+    dmask = None if dbias is None or mask is None else dbias.sum_to_size(mask.shape).to(q.dtype)
+    return tuple(q.new_empty(0) if x is None else x for x in (dq, dk, dv, dmask))  # type: ignore[return-value]
