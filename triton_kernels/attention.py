@@ -211,6 +211,9 @@ WIDE_BLOCKS: Blocks = {128: (16, 32, 4, 1), 512: (16, 16, 4, 1)}
 def geometry(call: Call, half: Blocks, wide: Blocks) -> dict[str, int]:
     """Of a kernel with these blocks for 16-bit dtypes and for others."""
     width = max(padded(call.q.shape[3]), padded(call.v.shape[3]))
+    options = (call.mask, call.slopes, call.bounds, call.seed, call.softcap or None)
+    if any(option is not None for option in options):  # which need registers: the blocks of wider heads
+        width = min(2 * width, 512)
     blocks = half if call.q.dtype.itemsize == 2 else wide
     queries, keys, warps, stages = next(block for widest, block in blocks.items() if width <= widest)
     if torch.version.hip:  # with twice the threads in a warp, and half the shared memory
