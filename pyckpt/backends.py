@@ -75,8 +75,6 @@ _local = _Local()
 # On CUDA tensors, for ops that were measured: the faster backend, and the results file that says so. All others: Triton. On ROCm
 # there is only Triton.
 ON_CUDA: dict[str, tuple[str, str]] = {}
-# Ops that Triton has no kernels for yet: there the CUDA kernels serve what they are made for, and plain PyTorch the rest.
-NOT_IN_TRITON = frozenset({"attention"})
 
 
 def register(
@@ -139,7 +137,7 @@ def _of_several(device_type: str, op: str, without: str) -> str:
     if device_type != "cuda":
         return "reference"
     names = [ON_CUDA.get(op, ("triton",))[0], "triton", "cuda"]
-    missing = {without, "cuda" if torch.version.hip else "", "triton" if op in NOT_IN_TRITON else ""}
+    missing = {without, "cuda" if torch.version.hip else ""}
     usable = (name for name in names if name not in missing)
     return next((name for name in usable if _backends[name].available), "reference")
 

@@ -36,7 +36,6 @@ _NO_GPU = {
     "triton": "no GPU yet: Triton's interpreter only",
 }
 RUN_ON: dict[str, dict[str, str]] = {name: {"cpu": "x86-64 hardware", **_NO_GPU} for name in F.__all__}
-del RUN_ON["attention"]["triton"]
 
 _PACKAGES = ("pyckpt", "torch", "numpy", "triton", "transformers")
 _VARIABLES = re.compile(

@@ -12,7 +12,7 @@ import torch
 from pyckpt import backends
 from pyckpt.ops._registry import Unserved
 from tests import _attention as attention
-from tests import simt
+from tests import _interpreter, simt
 from tests._oracle import DTYPES
 
 PAGE = Path(__file__).parent.parent / "docs" / "attention.md"
@@ -39,7 +39,6 @@ def _cell(name, backend):
 
 
 def table():
-    simt.install(CUDA, "fast")
     names = [b.name for b in backends.available().values() if b.available and b.device_type in (None, "cpu")]
     titles = ["cuda, emulated" if name == CUDA else name for name in names]
     rows = [f"| feature | {' | '.join(titles)} |", f"|---|{'---|' * len(names)}"]
@@ -49,8 +48,9 @@ def table():
 
 
 def expected(feature):
-    """Its cells: reference, cpu, cuda."""
-    return ["fp32 bf16 fp16 fp64", "fp32 bf16 fp16 fp64", "bf16 fp16" if feature in ON_CUDA else "-"]
+    """Its cells: reference, cpu, cuda, triton."""
+    every = "fp32 bf16 fp16 fp64"
+    return [every, every, "bf16 fp16" if feature in ON_CUDA else "-", every]
 
 
 def features_told():
@@ -61,6 +61,8 @@ def features_told():
 
 
 if __name__ == "__main__":
+    simt.install(CUDA, "fast")
+    _interpreter.register()
     torch.set_num_threads(1)
     text = PAGE.read_text()
     head, tail = text.partition(BEGIN)[0], text.partition(END)[2]

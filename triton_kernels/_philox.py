@@ -29,3 +29,15 @@ def factors(seed, first, threshold, keep_scale, F: tl.constexpr, ROWS: tl.conste
     w0, w1, w2, w3 = tl.philox(tl.load(seed), low, high, zero, zero)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(ROWS, COLUMNS)
     return tl.where(words.to(tl.int64) >= threshold, double(keep_scale, F), tl.zeros((ROWS, COLUMNS), F))
+
+
+@triton.jit
+def element_factors(seed, index, threshold, keep_scale, F: tl.constexpr):
+    """The same for any elements, at four times the price."""
+    counter = index // 4
+    low, high = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
+    zero = tl.zeros_like(low)
+    w0, w1, w2, w3 = tl.philox(tl.load(seed), low, high, zero, zero)
+    odd, upper = index % 2 == 1, index % 4 > 1
+    word = tl.where(upper, tl.where(odd, w3, w2), tl.where(odd, w1, w0))
+    return tl.where(word.to(tl.int64) >= threshold, double(keep_scale, F), tl.zeros(index.shape, F))

@@ -36,7 +36,7 @@ class Kernel:
 
     `loads` and `stores` count instructions on global memory by their width in bits, asynchronous copies to shared memory among
     the loads; `shared` is static shared memory in bytes; `spill_loads` and `spill_stores` are accesses to local memory, which a
-    kernel without arrays makes only to spill registers.
+    kernel without arrays makes only to spill registers; `matrix` counts instructions of tensor cores.
     """
 
     name: str
@@ -47,9 +47,9 @@ class Kernel:
     spill_loads: int = 0
     spill_stores: int = 0
     instructions: int = 0
+    matrix: int = 0
     loads: Counter[int] = field(default_factory=Counter)
     stores: Counter[int] = field(default_factory=Counter)
-    products: int = 0  # on tensor cores, of m16n8k16
 
     def occupancy(self, threads: int, dynamic_shared: int = 0) -> float:
         """Share of a multiprocessor's warps that can be resident with blocks of `threads` threads."""
@@ -105,8 +105,13 @@ def _count(kernel: Kernel, opcode: str) -> None:
         kernel.spill_loads += 1
     elif base == "STL":
         kernel.spill_stores += 1
-    elif opcode.startswith("HMMA.16816.F32"):
-        kernel.products += 1
+    elif base in (
+        "HMMA",
+        "HGMMA",
+        "DMMA",
+        "UTCHMMA",
+    ):  # of a warp, of a group of four, of float64, of compute capability 10
+        kernel.matrix += 1
 
 
 def parse(text: str) -> Iterator[Kernel]:

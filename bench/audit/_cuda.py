@@ -159,8 +159,8 @@ def _row(what: Described, kernel: _cubin.Kernel, target: str) -> Row:
     for kind, counts, least in (("loads", row.loads, what.loads), ("stores", row.stores, what.stores)):
         if counts[128] < least:
             row.problems.append(f"{counts[128]} {kind} of 128 bits instead of {least}")
-    if kernel.products < what.products:
-        row.problems.append(f"{kernel.products} products on tensor cores instead of {what.products}")
+    if kernel.matrix < what.products:
+        row.problems.append(f"{kernel.matrix} products on tensor cores instead of {what.products}")
     return row
 
 

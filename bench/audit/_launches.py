@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyckpt.triton_kernels import _common, activation, dropout, norm, norm_long, softmax
+from pyckpt.triton_kernels import (
+    _common,
+    activation,
+    attention,
+    attention_backward,
+    dropout,
+    norm,
+    norm_long,
+    softmax,
+)
 
 MODULES = (_common, activation, dropout, norm, norm_long)  # those that have `launch`
 TYPES = {
@@ -18,6 +27,7 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float64: "fp64",
+    torch.int32: "i32",
     torch.int64: "i64",
     torch.uint8: "u8",
 }
@@ -33,19 +43,20 @@ class Launch:
     constants: dict[str, Any] = field(default_factory=dict)
     aligned: tuple[int, ...] = ()
     warps: int = 4
+    stages: int | None = None  # None: Triton's default
 
     @property
     def key(self) -> tuple[Any, ...]:
         return self.kernel.__module__, self.kernel.__name__, str(self)
 
     def __str__(self) -> str:
-        return f"{self.types} {self.constants} {self.aligned} {self.warps}"
+        return f"{self.types} {self.constants} {self.aligned} {self.warps} {self.stages}"
 
 
 def specialise(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], aligned: bool) -> Launch:
     """What Triton's JIT compiles for these arguments: integers of 1 become constants, and divisibility by 16 is noted, of
     addresses where `aligned`."""
-    launch = Launch(kernel, warps=options.pop("num_warps"))
+    launch = Launch(kernel, warps=options.pop("num_warps"), stages=options.pop("num_stages", None))
     values = dict(zip(kernel.arg_names, arguments, strict=False)) | options
     noted = []
     for index, parameter in enumerate(kernel.params):
@@ -175,6 +186,55 @@ def _softmax(mode: str, mask: str, causal: bool, drop: bool) -> Subject:
     return Subject(", ".join(part for part in parts if part), call, not mask)
 
 
+# Of attention, the options of one call each: those that need different code.
+ATTENTION = {
+    "plain": {},
+    "causal": {"right": 0},
+    "window, grouped, packed, ALiBi": {"left": 128, "right": 0, "kv_heads": 4, "packed": True, "alibi": True},
+    "boolean mask, dropout": {"mask": "boolean", "dropout_p": 0.1},
+    "bias with gradient, softcap": {"mask": "additive", "softcap": 30.0},
+}
+ATTENTION_KERNELS = ("forward", "backward by keys", "backward by queries", "backward, statistics")
+
+
+def _attention(kernel: str, what: str) -> Subject:
+    """Of heads `columns` wide."""
+
+    def call(rows: int, columns: int, dtype: torch.dtype) -> None:
+        chosen: dict[str, Any] = ATTENTION[what]
+        heads, wide = 16, _wide(dtype)
+        q = empty(2, heads, rows, columns, dtype=dtype)
+        k = empty(2, chosen.get("kv_heads", heads), rows, columns, dtype=dtype)
+        numbers = empty(2, heads, rows, dtype=wide)
+        mask = None
+        if kind := chosen.get("mask"):
+            sizes = (2, 1, 1, rows) if kind == "boolean" else (1, heads, rows, rows)
+            mask = empty(*sizes, dtype=torch.uint8 if kind == "boolean" else dtype).expand(
+                2, heads, rows, rows
+            )
+        bounds = empty(3, rows, dtype=torch.int32) if "packed" in chosen else None
+        given = attention.Call(
+            q, k, k, mask, empty(2, heads, dtype=wide) if "alibi" in chosen else None, bounds, bounds,
+            empty(1, dtype=torch.int64) if "dropout_p" in chosen else None, 0.125, chosen.get("left"), chosen.get("right"),
+            0, chosen.get("softcap", 0.0), chosen.get("dropout_p", 0.0),
+        )  # fmt: skip
+        out = empty(2, rows, heads, columns, dtype=dtype).transpose(1, 2)
+        total = numbers if dtype.itemsize > 2 else None
+        if kernel == "forward":
+            attention.forward(given, out, numbers)
+        elif kernel == "backward by keys":
+            attention_backward.key_gradients(given, out, numbers, numbers, total, k, k)
+        elif kernel == "backward by queries":
+            dbias = mask if chosen.get("mask") == "additive" else None
+            attention_backward.query_gradients(given, out, numbers, numbers, total, q, dbias, False, False)
+        elif total is None:
+            attention_backward.row_products(out, out, numbers)
+        else:
+            attention_backward.statistics(given, out, numbers, numbers, total)
+
+    return Subject(f"attention {kernel}, {what}", call, False)
+
+
 def subjects() -> Iterator[Subject]:
     """Every launcher with every option it has."""
     for op, backward, strided in itertools.product(range(5), (False, True), (False, True)):
@@ -197,3 +257,4 @@ def subjects() -> Iterator[Subject]:
             yield _softmax("backward", mask, causal, drop)
     yield _softmax("backward", "", False, False)
     yield _softmax("backward", "boolean", False, False)
+    yield from (_attention(kernel, what) for kernel in ATTENTION_KERNELS for what in ATTENTION)

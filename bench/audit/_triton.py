@@ -6,6 +6,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -39,6 +40,8 @@ MAIN = (
     "softmax backward", "softmax backward, additive mask, causal, dropout",
 )  # fmt: skip
 
+#: Widths of heads.
+HEADS = (64, 128, 256)
 NARROW = ("_add_blocks", "_parameter_gradients")  # programs of few columns, which reach 16 bytes only by rows
 
 Job = tuple[str, str, torch.dtype, int, bool]  # target, subject, dtype, columns, aligned
@@ -48,7 +51,9 @@ def jobs(quick: bool) -> Iterator[Job]:
     """What to compile. Whole: every option in every dtype at the usual width; every width for sm_90, some for the other targets,
     in two dtypes; misaligned addresses and odd widths. Quick: every option, a few widths, and one width for the other targets,
     in bfloat16."""
-    names = [subject.name for subject in subjects()]
+    attention = [subject.name for subject in subjects() if subject.name.startswith("attention")]
+    yield from _attention_jobs(attention, quick)
+    names = [subject.name for subject in subjects() if subject.name not in attention]
     assert set(MAIN) <= set(names)
     some = (NARROWEST, WIDEST, WIDEST + 64)
     for name in names:
@@ -62,6 +67,23 @@ def jobs(quick: bool) -> Iterator[Job]:
                     yield target, name, dtype, columns, True
     for name in MAIN:
         yield "sm_90", name, torch.bfloat16, USUAL + 1, False
+
+
+def _attention_jobs(names: list[str], quick: bool) -> Iterator[Job]:
+    """Whole: every option in bfloat16 at width 128 for sm_90; causal for every target, width and dtype. Quick: causal, bfloat16,
+    width 128, for a GPU of each maker."""
+    causal = [name for name in names if name.endswith(", causal")]
+    for target in ("sm_90", "gfx942") if quick else TARGETS:
+        yield from ((target, name, torch.bfloat16, 128, True) for name in causal)
+    if quick:
+        return
+    for name in names:
+        yield "sm_90", name, torch.bfloat16, 128, True
+    for name in causal:
+        for width in HEADS:
+            yield "sm_90", name, torch.bfloat16, width, True
+        for dtype in (torch.float16, torch.float32, torch.float64):
+            yield "sm_90", name, dtype, 64, True
 
 
 def run(job: Job) -> list[Row]:
@@ -80,7 +102,9 @@ def _row(job: Job, subject: Subject, launch: Launch, file: Path) -> Row:
     target, name, dtype, columns, aligned = job
     attributes = {(index,): [["tt.divisibility", 16]] for index in launch.aligned}
     source = ASTSource(launch.kernel, launch.types, launch.constants, attributes)
-    options = {"num_warps": launch.warps, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"num_warps": launch.warps, "enable_fp_fusion": False}
+    if launch.stages is not None:
+        options["num_stages"] = launch.stages
     compiled = triton.compile(source, target=TARGETS[target], options=options)
     width = f"{columns}" if aligned else f"{columns}, misaligned"
     row = Row(
@@ -93,8 +117,17 @@ def _row(job: Job, subject: Subject, launch: Launch, file: Path) -> Row:
         file.write_bytes(compiled.asm["cubin"])
         (kernel,) = _cubin.read(file)
         row.take(kernel, dynamic_shared=row.shared)
+        matrix = kernel.matrix
     else:
         _read_amd(row, compiled.asm["amdgcn"])
+        matrix = len(_AMD_MATRIX.findall(compiled.asm["amdgcn"]))
+    if (
+        dtype.itemsize == 2
+        and name.startswith("attention")
+        and launch.kernel.__name__ != "_row_products"
+        and not matrix
+    ):
+        row.problems.append("no matrix instructions")
     row.check(wide=wide, element_bits=8 * dtype.itemsize)
     return row
 
@@ -104,6 +137,7 @@ def is_shown(row: Row) -> bool:
     return row.kernel.partition(" [")[0] in MAIN and (row.dtype, row.shape) == ("bfloat16", f"{USUAL}")
 
 
+_AMD_MATRIX = re.compile(r"^\s*v_mfma_", re.MULTILINE)
 _AMD_ACCESS = re.compile(r"^\s*(global|buffer)_(load|store)_(\w+)", re.MULTILINE)
 _AMD_WIDTHS = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32, "b128": 128, "b64": 64, "b32": 32}
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from . import activation, dropout, norm, softmax
+from . import _attention_triton, activation, dropout, norm, softmax
 from ._kernels import RowView
 from ._native import columns_adjacent
 from ._softmax_definition import Options
+from .attention import attention_bwd, attention_fwd
 
 
 @functools.cache
@@ -136,10 +137,20 @@ class Triton:
         kernels("softmax").dropout_backward(scores, grad, grad_strides, dx, statistics, grad_scale)
 
 
+def _attention_forward(*arguments: Any) -> Any:
+    return _attention_triton.forward(kernels("attention"), *arguments)
+
+
+def _attention_backward(*arguments: Any) -> Any:
+    return _attention_triton.backward(kernels("attention_backward"), *arguments)
+
+
 def register(backend: str) -> None:
     """Makes these the kernels of every op on `backend`."""
     for family in (activation, dropout, norm, softmax):
         family.register(Triton(backend))
+    attention_fwd.kernel(backend)(_attention_forward)
+    attention_bwd.kernel(backend)(_attention_backward)
 
 
 register("triton")
