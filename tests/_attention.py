@@ -268,7 +268,7 @@ def check(name, shape, dtype, draws=None):
     """A feature on the backend in use, by the suite's one tolerance, on outputs and every gradient. A draw takes the interpreter
     as long as a hundred take others: it gets one, or a few where eager's luck in one would decide."""
     oracle.require_wide(dtype)
-    few = 3 if dtype == torch.float32 else 1
+    few = 3 if dtype in (torch.float32, torch.float64) else 1
     draws = draws or (few if backends.select("cpu") == _interpreter.NAME else 12)
     results = []
     for _ in range(draws):

@@ -13,14 +13,15 @@ import pyckpt.functional as F
 from pyckpt import backends
 from pyckpt.ops import _attention_blocks
 from tests import _attention as attention
-from tests import _attention_table
+from tests import _attention_table, _interpreter
 from tests._attention import FEATURES, SHAPES
 from tests._oracle import DTYPES
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-# One shape has everything that the others have; these are for the slow run.
+# This shape has everything that the others have; these are for the slow run.
+USUAL = "grouped heads, more keys"
 shapes = [
-    pytest.param(shape, id=name, marks=() if name.startswith("grouped") else pytest.mark.slow)
+    pytest.param(shape, id=name, marks=() if name == USUAL else pytest.mark.slow)
     for name, shape in SHAPES.items()
 ]
 every_feature = pytest.mark.parametrize("name", FEATURES)
@@ -30,6 +31,8 @@ every_feature = pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("shape", shapes)
 @every_feature
 def test_accuracy(name, shape, dtype, backend, one_thread):
+    if backend == _interpreter.NAME and shape != SHAPES[USUAL] and dtype != torch.bfloat16:
+        pytest.skip("the interpreter takes minutes for this shape in every dtype")
     attention.check(name, shape, dtype)
 
 
