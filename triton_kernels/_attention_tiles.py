@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._common import divide, exp_nonpositive, multiply_add
+from ._common import arithmetic, divide, exp_nonpositive, is_half, multiply_add
 from ._philox import element_factors, factors
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -157,6 +157,35 @@ def form_scores(
             keep = keep & (add != float("-inf"))
             score += add
     return score * LOG2E if HALF else score, keep, capped
+
+
+@triton.jit
+def key_scores(
+    q, k, mask, row, begin, end, place, at, whole, rest, seen_from, seen_to, queries, keys, k2, k3, m2, m3, slope, scale,
+    softcap, width: tl.constexpr, BOOLEAN: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Of the block of keys that a loop has come to: (the first, all of them, which of them exist and are seen, their rows, and
+    what :func:`form_scores` gives for the queries `row` with rows `q`)."""
+    first = tl.multiple_of(block_of(at, whole, rest, EDGE), KEYS)
+    column = first + tl.arange(0, KEYS)
+    exists = (column >= seen_from) & (column < seen_to)
+    key = load_rows(k, column, exists, k2, k3, width, WIDTH)
+    product = tl.dot(q, tl.trans(key), input_precision="ieee", out_dtype=arithmetic(q.dtype))
+    keep = inside(column[None, :], begin[:, None], end[:, None], product, EDGE)
+    score, keep, capped = form_scores(
+        product, keep, row[:, None], column[None, :], place[:, None], queries, keys, mask, m2, m3, slope, scale, softcap,
+        is_half(q.dtype), BOOLEAN,
+    )  # fmt: skip
+    return first, column, exists, key, score, keep, capped
+
+
+@triton.jit
+def query_block(first, queries, QUERIES: tl.constexpr):
+    """(head, queries) of a program that holds QUERIES queries of a head, counted through the batch. The last queries come first:
+    under a causal limit they see the most keys."""
+    program = tl.program_id(0).to(tl.int64) + first
+    blocks = (queries + QUERIES - 1) // QUERIES
+    return program // blocks, ((blocks - 1 - program % blocks) * QUERIES).to(tl.int32) + tl.arange(0, QUERIES)
 
 
 @triton.jit

@@ -19,14 +19,13 @@ from torch import Tensor
 
 from ._attention_tiles import (
     LOG2,
-    block_of,
     exponential,
-    form_scores,
     hidden,
-    inside,
+    key_scores,
     keys_seen,
     load_rows,
     loop_of,
+    query_block,
     spans,
     store_rows,
     tile_factors,
@@ -57,15 +56,9 @@ def _go_through(
     first_row = tl.min(row, axis=0)
     begin_loop, end_loop = loop_of(start, whole, rest, stop, EDGE)
     for at in range(begin_loop, end_loop, KEYS):
-        first = tl.multiple_of(block_of(at, whole, rest, EDGE), KEYS)
-        column = first + tl.arange(0, KEYS)
-        exists = (column >= seen_from) & (column < seen_to)
-        key = load_rows(k, column, exists, k2, k3, width, WIDTH)
-        product = tl.dot(q, tl.trans(key), input_precision="ieee", out_dtype=F)
-        keep = inside(column[None, :], begin[:, None], end[:, None], product, EDGE)
-        score, keep, _ = form_scores(
-            product, keep, row[:, None], column[None, :], place[:, None], queries, n, mask, m2, m3, slope, scale,
-            softcap, HALF, BOOLEAN,
+        first, column, exists, _, score, keep, _ = key_scores(
+            q, k, mask, row, begin, end, place, at, whole, rest, seen_from, seen_to, queries, n, k2, k3, m2, m3, slope, scale,
+            softcap, width, BOOLEAN, EDGE, KEYS, WIDTH,
         )  # fmt: skip
         score = hidden(score, keep, float("-inf"), MASKED)
         higher = tl.maximum(top, tl.max(score, axis=1))
@@ -96,11 +89,7 @@ def _forward(
 ):  # fmt: skip
     F: tl.constexpr = arithmetic(q.dtype.element_ty)
     HALF: tl.constexpr = is_half(q.dtype.element_ty)
-    program = tl.program_id(0).to(tl.int64) + first
-    blocks = (queries + QUERIES - 1) // QUERIES
-    head = program // blocks  # counted through the batch
-    # The last queries first: under a causal limit they see the most keys.
-    row = ((blocks - 1 - program % blocks) * QUERIES).to(tl.int32) + tl.arange(0, QUERIES)
+    head, row = query_block(first, queries, QUERIES)
     b, h = head // heads, head % heads
     query = load_rows(q + b * q0 + h * q1, row, row < queries, q2, q3, width, WIDTH)
     k += b * k0 + h // group * k1

@@ -19,10 +19,12 @@ from ._attention_tiles import (
     form_scores,
     hidden,
     inside,
+    key_scores,
     keys_seen,
     load_rows,
     loop_of,
     queries_seen,
+    query_block,
     spans,
     store_rows,
     tile_factors,
@@ -91,9 +93,8 @@ def _through_queries(
         row = first + tl.arange(0, QUERIES)
         exists = row < queries
         shift_of_row = _load_shift(shift, row, exists, total, HALF)
-        if (
-            EMPTY
-        ):  # neither the query of a row that sees nothing nor its gradient may reach a product: 0 times NaN
+        if EMPTY:
+            # Neither the query of a row that sees nothing nor its gradient may reach a product: 0 times NaN.
             exists = exists & (shift_of_row != float("-inf"))
         query = load_rows(q, row, exists, q2, q3, width, WIDTH)
         product = tl.dot(k, tl.trans(query), input_precision="ieee", out_dtype=F)
@@ -202,15 +203,9 @@ def _through_keys(
     first_row = tl.min(row, axis=0)
     begin_loop, end_loop = loop_of(start, whole, rest, stop, EDGE)
     for at in range(begin_loop, end_loop, KEYS):
-        first = tl.multiple_of(block_of(at, whole, rest, EDGE), KEYS)
-        column = first + tl.arange(0, KEYS)
-        exists = (column >= seen_from) & (column < seen_to)
-        key = load_rows(k, column, exists, k2, k3, width, WIDTH)
-        product = tl.dot(q, tl.trans(key), input_precision="ieee", out_dtype=F)
-        keep = inside(column[None, :], begin[:, None], end[:, None], product, EDGE)
-        score, keep, capped = form_scores(
-            product, keep, row[:, None], column[None, :], place[:, None], queries, n, mask, m2, m3, slope, scale,
-            softcap, HALF, BOOLEAN,
+        first, column, exists, key, score, keep, capped = key_scores(
+            q, k, mask, row, begin, end, place, at, whole, rest, seen_from, seen_to, queries, n, k2, k3, m2, m3, slope, scale,
+            softcap, width, BOOLEAN, EDGE, KEYS, WIDTH,
         )  # fmt: skip
         fade = shift
         if STATISTICS:
@@ -262,10 +257,7 @@ def _query_gradients(
 ):  # fmt: skip
     F: tl.constexpr = arithmetic(q.dtype.element_ty)
     HALF: tl.constexpr = is_half(q.dtype.element_ty)
-    program = tl.program_id(0).to(tl.int64) + first
-    blocks = (queries + QUERIES - 1) // QUERIES
-    head = program // blocks
-    row = ((blocks - 1 - program % blocks) * QUERIES).to(tl.int32) + tl.arange(0, QUERIES)
+    head, row = query_block(first, queries, QUERIES)
     exists = row < queries
     b, h = head // heads, head % heads
     query = load_rows(q + b * q0 + h * q1, row, exists, q2, q3, width, WIDTH)
@@ -274,7 +266,7 @@ def _query_gradients(
     row_delta, row_total = sums[0], None
     if not STATISTICS:
         row_shift = _load_shift(shift, head * queries + row, exists, total, HALF)
-        sums = tl.zeros((QUERIES, WIDTH), F), tl.zeros((QUERIES,), F), row_shift
+        sums = tl.zeros((QUERIES, WIDTH), F), sums[1], row_shift
         row_delta = tl.load(delta + head * queries + row, mask=exists, other=0.0)
         if total is not None:
             row_total = tl.load(total + head * queries + row, mask=exists, other=0.0)
@@ -358,11 +350,8 @@ def key_gradients(
 def bias_partials(call: Call, rows_summed: bool, keys_summed: bool) -> tuple[int, int]:
     """Rows and columns, for each head, of what :func:`query_gradients` writes of a bias that broadcasts over queries or keys."""
     queries = call.q.shape[2]
-    rows = (
-        divide_up(queries, geometry(call, *BY_QUERIES)["QUERIES"])
-        if rows_summed and not keys_summed
-        else queries
-    )
+    block = geometry(call, *BY_QUERIES)["QUERIES"]
+    rows = divide_up(queries, block) if rows_summed and not keys_summed else queries
     return rows, 1 if keys_summed else call.k.shape[2]
 
 

@@ -96,31 +96,15 @@ struct Tile {
   template <int kM, int kSteps>
   PYCKPT_DEVICE void multiply_columns(float (&d)[kM][kWidth / 8][4], const uint32_t (&p)[kSteps][kM][4],
                                       float (&e)[kM][kWidth / 8][4], const uint32_t (&r)[kSteps][kM][4], const T* b) {
-    const int lane = int(threadIdx.x) % 32;
-    const T* const of_b = b + lane % 16 * kPitch + lane / 16 * 8;
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k)
-#pragma unroll
-      for (int n = 0; n < kWidth / 8; n += 2) {
-        uint32_t right[4];
-        simt::ldmatrix_x4<true>(right, of_b + 16 * k * kPitch + 8 * n);
-        multiply_pair<kM>(d, n, p[k], right);
-        multiply_pair<kM>(e, n, r[k], right);
-      }
+    by_columns<kSteps>(b, [&](int k, int n, const uint32_t (&right)[4]) {
+      multiply_pair<kM>(d, n, p[k], right);
+      multiply_pair<kM>(e, n, r[k], right);
+    });
   }
   // d += p b
   template <int kM, int kSteps>
   PYCKPT_DEVICE void multiply_columns(float (&d)[kM][kWidth / 8][4], const uint32_t (&p)[kSteps][kM][4], const T* b) {
-    const int lane = int(threadIdx.x) % 32;
-    const T* const of_b = b + lane % 16 * kPitch + lane / 16 * 8;
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k)
-#pragma unroll
-      for (int n = 0; n < kWidth / 8; n += 2) {
-        uint32_t right[4];
-        simt::ldmatrix_x4<true>(right, of_b + 16 * k * kPitch + 8 * n);
-        multiply_pair<kM>(d, n, p[k], right);
-      }
+    by_columns<kSteps>(b, [&](int k, int n, const uint32_t (&right)[4]) { multiply_pair<kM>(d, n, p[k], right); });
   }
 
   // A warp's results, times a factor for each of its rows, to rows [first, first + 16 kM) of a head as far as there are any. A
@@ -153,6 +137,20 @@ struct Tile {
   }
 
  private:
+  // multiply(k, n, right factor) for columns n and n + 1 of sixteen rows k of a tile, all of them.
+  template <int kSteps, class Multiply>
+  PYCKPT_DEVICE void by_columns(const T* b, const Multiply& multiply) {
+    const int lane = int(threadIdx.x) % 32;
+    const T* const of_b = b + lane % 16 * kPitch + lane / 16 * 8;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+      for (int n = 0; n < kWidth / 8; n += 2) {
+        uint32_t right[4];
+        simt::ldmatrix_x4<true>(right, of_b + 16 * k * kPitch + 8 * n);
+        multiply(k, n, right);
+      }
+  }
   // d[., n] and d[., n + 1]
   template <int kM, int kN>
   PYCKPT_DEVICE void multiply_pair(float (&d)[kM][kN][4], int n, const uint32_t (&left)[kM][4], const uint32_t (&right)[4]) {
