@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import activation, attention, dropout, norm, softmax
-from ._attention_cuda import CudaAttention
+from ._attention_cuda import CudaAttention, unserved
 from ._native import Native
 from ._registry import DTYPES
 
@@ -31,4 +31,5 @@ def register(backend: str, module: Any) -> None:
     kernels = Native(backend, module, _where, _partial_sums)
     for family in (activation, dropout, norm, softmax):
         family.register(kernels)
-    attention.register(CudaAttention(backend, module, _where))
+    of_attention = CudaAttention(backend, module, _where)
+    attention.register(backend, of_attention.forward, of_attention.backward, unserved)

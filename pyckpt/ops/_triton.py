@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from . import _attention_triton, activation, dropout, norm, softmax
+from . import _attention_triton, activation, attention, dropout, norm, softmax
 from ._kernels import RowView
 from ._native import columns_adjacent
 from ._softmax_definition import Options
-from .attention import attention_bwd, attention_fwd
 
 
 @functools.cache
@@ -149,8 +148,7 @@ def register(backend: str) -> None:
     """Makes these the kernels of every op on `backend`."""
     for family in (activation, dropout, norm, softmax):
         family.register(Triton(backend))
-    attention_fwd.kernel(backend)(_attention_forward)
-    attention_bwd.kernel(backend)(_attention_backward)
+    attention.register(backend, _attention_forward, _attention_backward)
 
 
 register("triton")

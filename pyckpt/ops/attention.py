@@ -9,6 +9,7 @@ that follows is a view of it: what the output projection saves is then the same 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from ._attention_checks import (
     check_tensors,
 )
 from ._attention_cpu import cpu_bwd, cpu_fwd
-from ._attention_cuda import CudaAttention, unserved
 from ._attention_definition import (
     SCHEMA,
     Given,
@@ -135,16 +135,23 @@ def _bwd_guard(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Non
 attention_fwd.differentiable(_apply)
 attention_fwd.guard = lambda q, k, v, *rest: check_arguments(q, k, v, *split(rest))
 attention_bwd.guard = _bwd_guard
-attention_fwd.kernel("cpu")(cpu_fwd)
-attention_bwd.kernel("cpu")(cpu_bwd)
 
 
-def register(kernels: CudaAttention) -> None:
-    """Lets `kernels` compute these ops on its backend, for the calls that it serves."""
-    attention_fwd.kernel(kernels.backend)(kernels.forward)
-    attention_bwd.kernel(kernels.backend)(kernels.backward)
-    attention_fwd.partial[kernels.backend] = lambda q, k, v, *rest: unserved(q, k, v, *split(rest))
-    attention_bwd.partial[kernels.backend] = lambda grad, q, k, v, *rest: unserved(q, k, v, *split(rest))
+def register(
+    backend: str,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    unserved: Callable[[Tensor, Tensor, Tensor, Given, Options], str] | None = None,
+) -> None:
+    """Lets these compute the ops on a backend. `unserved`: what they are not made for in a call; None: they serve all."""
+    attention_fwd.kernel(backend)(forward)
+    attention_bwd.kernel(backend)(backward)
+    if unserved is not None:
+        attention_fwd.partial[backend] = lambda q, k, v, *rest: unserved(q, k, v, *split(rest))
+        attention_bwd.partial[backend] = lambda grad, q, k, v, *rest: unserved(q, k, v, *split(rest))
+
+
+register("cpu", cpu_fwd, cpu_bwd)
 
 
 def has_kernels(device: torch.device) -> bool:
