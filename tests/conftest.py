@@ -14,7 +14,6 @@ import torch
 from pyckpt import _checks, backends, engine
 from pyckpt.memory import allocated_bytes
 from pyckpt.ops._registry import Unserved
-from pyckpt.ops.attention import attention_fwd
 from tests import _interpreter, simt
 
 BACKENDS = ["reference", "cpu", "cuda", "triton", "cuda_emulated", "triton_interpreted"]
@@ -79,8 +78,6 @@ def backend(request):
     state = backends.available()[request.param]
     if not state.available:
         pytest.skip(f"backend {request.param}: {state.unavailable}")
-    if "attention" in request.node.nodeid and request.param not in attention_fwd.kernels:
-        pytest.skip(f"backend {request.param} has no attention yet")
     with backends.use(request.param):
         if state.device_type in (None, "cpu"):
             yield request.param
@@ -96,9 +93,7 @@ def pytest_pyfunc_call(pyfuncitem):
         return (yield)
     except Exception as error:
         reason: BaseException | None = error
-        while reason is not None and not isinstance(
-            reason, Unserved
-        ):  # opcheck raises an error of its own from it
+        while reason is not None and not isinstance(reason, Unserved):  # opcheck raises its own error from it
             reason = reason.__cause__
         if reason is None:
             raise

@@ -251,7 +251,7 @@ def test_bert_block_with_dropout(native, counted, one_thread):
 
 
 def test_left_alone_where_attention_has_no_kernels():
-    """As on a GPU so far: plain PyTorch in place of torch's flash kernels would be no gain."""
+    """As on a GPU without Triton: plain PyTorch in place of torch's flash kernels would be no gain."""
     layer = nn.TransformerEncoderLayer(32, 4, 64)
     model = _hugging_face("bert", attn_implementation="eager")
     with backends.use("reference"):

@@ -94,6 +94,10 @@ def _width(opcode: str) -> int:
     return 32
 
 
+# Of a warp, of a group of four, of float64, of compute capability 10.
+_MATRIX = ("HMMA", "HGMMA", "DMMA", "UTCHMMA")
+
+
 def _count(kernel: Kernel, opcode: str) -> None:
     kernel.instructions += 1
     base = opcode.partition(".")[0]
@@ -105,12 +109,7 @@ def _count(kernel: Kernel, opcode: str) -> None:
         kernel.spill_loads += 1
     elif base == "STL":
         kernel.spill_stores += 1
-    elif base in (
-        "HMMA",
-        "HGMMA",
-        "DMMA",
-        "UTCHMMA",
-    ):  # of a warp, of a group of four, of float64, of compute capability 10
+    elif base in _MATRIX:
         kernel.matrix += 1
 
 

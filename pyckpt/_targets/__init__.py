@@ -94,7 +94,7 @@ def _instance_obstacle(module: nn.Module) -> str:
     if isinstance(module, nn.MultiheadAttention):
         device = module.out_proj.weight.device
         if not has_kernels(device):
-            return f"attention has no kernels on {device.type} yet, and torch's own may keep less there"
+            return f"attention has no kernels on {device.type} here, and torch's own may keep less there"
     return ""
 
 

@@ -1,8 +1,8 @@
 """Hugging Face transformers: ``attn_implementation="pyckpt"``.
 
 Importing this module registers it. :func:`pyckpt.convert` sets it on models that store attention weights: eager attention, and
-scaled_dot_product_attention with dropout, if they lie where attention has kernels for every call (the CPU so far). Masks are
-those of "sdpa": boolean, or None where the kernel's own causal limit does.
+scaled_dot_product_attention with dropout, if they lie where attention has kernels for every call. Masks are those of "sdpa":
+boolean, or None where the kernel's own causal limit does.
 """
 
 from __future__ import annotations
