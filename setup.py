@@ -7,7 +7,8 @@ Environment:
     CXX               the compiler; default: c++, g++ or clang++, the first that works
     PYCKPT_CUDA       CUDA kernels: "auto" (default: where an nvcc is found), "on" (an error where there is none), "off"
     PYCKPT_CUDA_ARCHS architectures to compile them for; default: TORCH_CUDA_ARCH_LIST, else "80;90;100+PTX"
-    CUDA_HOME         the toolkit; default: nvcc on PATH, /usr/local/cuda, or the package nvidia-cuda-nvcc
+    CUDACXX           nvcc; default: that of the toolkit
+    CUDA_HOME         the toolkit, or CUDA_PATH; default: nvcc on PATH, /usr/local/cuda, or the package nvidia-cuda-nvcc
     PYCKPT_SANITIZE   sanitizers to build the kernels with, for example "address,undefined" (make sanitize)
 """
 

@@ -15,6 +15,7 @@ _peers.py     fused kernels of other packages, where they are installed
 _alone.py     the command line of one subject by itself
 coverage.py   what is saved on real architectures (``python -m bench.coverage``): docs/coverage.md
 _architectures.py   their models, random and of any size
+audit/        what the compiled kernels use (``python -m bench.audit``): docs/audit.md and docs/audit_cuda.md
 """
 
 import os

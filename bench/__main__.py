@@ -1,4 +1,4 @@
-"""Every op, dtype and shape: eager, torch.compile and pyckpt in turn, checked first."""
+"""Every op, dtype and shape: eager, torch.compile, other ways to write it in PyTorch, and pyckpt in turn, checked first."""
 
 from __future__ import annotations
 

@@ -109,11 +109,12 @@ def errors_random(
     inputs: Sequence[Tensor],
     grad_output: Tensor,
     drop: float,
+    shows_mask: Callable[[Callable[..., Tensor]], Tensor] | None = None,
 ) -> list[Error]:
     """`errors` for an op that drops elements at random.
 
-    The mask is read off the output (dropped means zero), its share of kept elements is tested against the
-    binomial distribution at 6 sigma, and output and gradients must be those of the expression
+    The mask is read off the output (dropped means zero), or off what `shows_mask` makes of an implementation; its share of kept
+    elements is tested against the binomial distribution at 6 sigma, and output and gradients must be those of the expression
     ``with_mask(mask)`` with that very mask, so a backward that draws another mask fails.
 
     Raises:
@@ -124,8 +125,9 @@ def errors_random(
         torch.manual_seed(_MASK_SEED)
         return fn(*tensors)
 
-    output = same_mask(*inputs)
-    everything = with_mask(torch.ones_like(output, dtype=torch.bool))(*inputs)
+    shows_mask = shows_mask or (lambda function: function(*inputs))
+    output = shows_mask(same_mask)
+    everything = shows_mask(with_mask(torch.ones_like(output, dtype=torch.bool)))
     possible = everything != 0
     mask = (output != 0) & possible
     total, kept = int(possible.sum()), int(mask.sum())

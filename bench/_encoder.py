@@ -125,12 +125,14 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def set_dropout(model: nn.Module, probability: float | None) -> nn.Module:
-    """A copy of `model` with every dropout at `probability` (None: as it is), attention's included."""
+    """A copy of `model` with every dropout at `probability` (None: as it is), attention's included, as if configured so."""
     model = copy.deepcopy(model)
     if probability is not None:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = probability
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+            setattr(model.config, name, probability)
     return model
 
 

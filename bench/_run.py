@@ -175,7 +175,7 @@ def _errors(fn: Callable[..., Tensor], case: Case, grad_output: Tensor) -> list[
     if case.reference is not None:
         return errors(fn, case.reference, case.inputs, grad_output)
     assert case.with_mask is not None
-    return errors_random(fn, case.with_mask, case.inputs, grad_output, DROP)
+    return errors_random(fn, case.with_mask, case.inputs, grad_output, DROP, case.shows_mask)
 
 
 def verify(config: Config, device: torch.device, seed: int) -> None:
@@ -220,42 +220,42 @@ def measure(
     seed: int,
     peers: Mapping[str, Callable[..., Tensor]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Check, time and count one case: rows for eager, torch.compile (if `config` asks), `peers` and pyckpt.
+    """Check, time and count one case: rows for eager, torch.compile (if `config` asks), `peers`, the case's own, and pyckpt.
 
     A row whose result is wrong or whose call raises has no figures and a `status` that begins with "error"; where torch.compile
     or a peer does not do it, or our kernels are not made for it, with "skipped". Memory is None where it cannot be counted.
     """
     case, grad_output = _draw(config, device, seed)
+    peers = {**case.peers, **peers}
+    compiled_peers = {"compile": case.eager, **case.compiled_peers} if config.compile else {}
     rows = {
         "eager": _row(config, case, "eager", "torch"),
-        "compile": _row(config, case, "compile", "inductor"),
-        **{name: _row(config, case, name, name) for name in peers},
+        **{name: _row(config, case, name, "inductor") for name in compiled_peers},
+        **{name: _row(config, case, name, "torch" if name in case.peers else name) for name in peers},
         "pyckpt": _row(config, case, "pyckpt", backend),
     }
     calls: dict[str, Callable[..., Tensor]] = {"eager": case.eager}
 
+    inputs = list(case.inputs)
     if config.compile:
-        # Each case is its own function; do not count them as recompilations of one.
-        torch.compiler.reset()
-        inputs = list(case.inputs)
+        torch.compiler.reset()  # each case is its own function; do not count them as recompilations of one
+    for name, function in compiled_peers.items():
         compiled, reason = compiler(
-            case.eager, lambda fn: torch.autograd.grad(fn(*inputs), inputs, grad_output)
+            function, lambda fn: torch.autograd.grad(fn(*inputs), inputs, grad_output)
         )
         if compiled is None:
-            rows["compile"]["status"] = f"skipped: {reason}"
-        else:
-            try:
-                judge(_errors(compiled, case, grad_output), PEER_SLACK)
-                calls["compile"] = compiled
-            except CheckFailed as error:
-                rows["compile"]["status"] = f"skipped: wrong result: {error}"
-    else:
-        del rows["compile"]
+            rows[name]["status"] = f"skipped: {reason}"
+            continue
+        try:
+            judge(_errors(compiled, case, grad_output), PEER_SLACK)
+            calls[name] = compiled
+        except Exception as error:  # nor may a peer's trouble hide the other rows
+            rows[name]["status"] = f"skipped: {type(error).__name__}: {str(error)[:200]}"
     for name, function in peers.items():
         try:
             judge(_errors(function, case, grad_output), PEER_SLACK)
             calls[name] = function
-        except Exception as error:  # nor may another package's trouble
+        except Exception as error:
             rows[name]["status"] = f"skipped: {type(error).__name__}: {str(error)[:200]}"
     try:
         verify(config, device, seed)

@@ -90,6 +90,12 @@ def _same_bits(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor 
     )
 
 
+def became(change: str) -> str:
+    """``LayerNorm`` of "nn.LayerNorm -> pyckpt.nn.LayerNorm(...)"; a library's own attention becomes "pyckpt"."""
+    new = change.partition(" -> ")[2].partition("(")[0]
+    return "attention" if new == "pyckpt" else new.removeprefix("pyckpt.nn.")
+
+
 def measure(name: str, timed: bool = False) -> dict[str, Any]:
     """One row of the table.
 
@@ -107,9 +113,7 @@ def measure(name: str, timed: bool = False) -> dict[str, Any]:
     pyckpt.convert(converted)
     same = _same_bits(_step(model, losses["eager"]), _step(model, losses["engine"]))
     same &= _same_bits(without_engine, _step(converted, losses["converted"]))
-    swapped = collections.Counter(
-        row.split("-> pyckpt.nn.")[1].split("(")[0] for row in pyckpt.report(converted).swapped.values()
-    )
+    swapped = collections.Counter(map(became, pyckpt.report(converted).swapped.values()))
     row = {"name": name, "swapped": dict(sorted(swapped.items())), "unit": unit, "same_gradients": same}
     row |= {way: saved_bytes(losses[way], warmup=1) for way in WAYS}
     if timed:

@@ -9,14 +9,16 @@ left out: they are small beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from pyckpt import functional as PF
 from pyckpt import nn as pnn
@@ -45,6 +47,11 @@ class Case:
     forward_bytes: int
     step_bytes: int
     with_mask: Callable[[Tensor], Callable[..., Tensor]] | None = None
+    #: The output of an implementation in which a dropped element is a zero; None: its output on `inputs`.
+    shows_mask: Callable[[Callable[..., Tensor]], Tensor] | None = None
+    #: Other ways to write it in PyTorch, by name: timed as they are, and under torch.compile.
+    peers: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
+    compiled_peers: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
 
 
 def make_input(shape: Sequence[int], dtype: torch.dtype, device: torch.device, layout: str) -> Tensor:
@@ -205,20 +212,35 @@ def _attention_case(
     inputs: Sequence[Tensor],
     eager: Callable[..., Tensor],
     fused: Callable[..., Tensor],
-    reference: Callable[..., Tensor],
     bias_bytes: int = 0,
+    **rest: Any,
 ) -> Case:
     # Forward reads q, k, v and writes the output; backward reads these and the gradient, and writes three.
     size = inputs[0].numel() * inputs[0].element_size()
-    return Case(inputs, eager, fused, reference, 4 * size + bias_bytes, 12 * size + 3 * bias_bytes)
+    return Case(
+        inputs,
+        eager,
+        fused,
+        forward_bytes=4 * size + bias_bytes,
+        step_bytes=12 * size + 3 * bias_bytes,
+        **rest,
+    )
+
+
+def _by_backend(backend: SDPBackend, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def restricted(*inputs: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return function(*inputs)
+
+    return restricted
 
 
 def _attention(is_causal: bool) -> Callable[[Tensor], Case]:
-    """Eager is scaled_dot_product_attention. Errors are bounded by those of the composition, whose roundings pyckpt shares: the
-    scores' in 16 bits is one that torch's flash kernel does not have."""
+    """Eager is scaled_dot_product_attention with the backend that torch chooses. Errors are bounded by those of the composition,
+    whose roundings pyckpt shares: the scores' in 16 bits is one that torch's flash kernel does not have."""
 
     def build(x: Tensor) -> Case:
-        def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def composition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             scores = q @ k.mT * q.shape[-1] ** -0.5
             if is_causal:
                 hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
@@ -231,7 +253,29 @@ def _attention(is_causal: bool) -> Callable[[Tensor], Case]:
         def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return PF.attention(q, k, v, is_causal=is_causal)
 
-        return _attention_case(_heads(x), eager, fused, reference)
+        inputs = _heads(x)
+        length = inputs[0].shape[2]
+        blocks = None
+        if is_causal:
+            blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=x.device)
+
+        def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return flex_attention(q, k, v, block_mask=blocks)
+
+        backends = [SDPBackend.MATH]
+        if x.is_cuda:
+            backends += [
+                SDPBackend.FLASH_ATTENTION,
+                SDPBackend.EFFICIENT_ATTENTION,
+                SDPBackend.CUDNN_ATTENTION,
+            ]
+        peers = {
+            f"sdpa {backend.name.split('_')[0].lower()}": _by_backend(backend, eager) for backend in backends
+        }
+        return _attention_case(
+            inputs, eager, fused, reference=composition,
+            peers={**peers, "composition": composition}, compiled_peers={"flex_attention": flex},
+        )  # fmt: skip
 
     return build
 
@@ -248,7 +292,37 @@ def _attention_bias(x: Tensor) -> Case:
     def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         return PF.attention(q, k, v, bias, softcap=cap)
 
-    return _attention_case([q, k, v, bias], eager, fused, eager, bias.numel() * bias.element_size())
+    def flex(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return flex_attention(
+            q, k, v, lambda score, b, h, i, j: torch.tanh(score / cap) * cap + bias[h, i, j]
+        )
+
+    bias_bytes = bias.numel() * bias.element_size()
+    peers = {"flex_attention": flex}
+    return _attention_case([q, k, v, bias], eager, fused, bias_bytes, reference=eager, compiled_peers=peers)
+
+
+def _attention_dropout(x: Tensor) -> Case:
+    """Eager is scaled_dot_product_attention, which then keeps the weights on a CPU. Values that are the identity show them."""
+    q, k, v = _heads(x)
+    identity = torch.eye(k.shape[2], device=x.device, dtype=x.dtype).expand(*k.shape[:3], k.shape[2])
+
+    def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=DROP)
+
+    def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return PF.attention(q, k, v, dropout_p=DROP)
+
+    def with_mask(mask: Tensor) -> Callable[..., Tensor]:
+        def composition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            weights = F.softmax(q @ k.mT * q.shape[-1] ** -0.5, dim=-1)
+            return (weights * mask.to(weights.dtype).div(1 - DROP)) @ v
+
+        return composition
+
+    return _attention_case(
+        [q, k, v], eager, fused, reference=None, with_mask=with_mask, shows_mask=lambda fn: fn(q, k, identity)
+    )
 
 
 @dataclass(frozen=True)
@@ -276,8 +350,9 @@ SUBJECTS: dict[str, Subject] = {
     "dropout": Subject(_dropout),
     "softmax": Subject(_softmax),
     "softmax_causal": Subject(_softmax_causal, scores=True),
+    "softmax_mask_dropout": Subject(_softmax_mask_dropout, scores=True),
     "attention": Subject(_attention(False)),
     "attention_causal": Subject(_attention(True)),
     "attention_bias": Subject(_attention_bias),
-    "softmax_mask_dropout": Subject(_softmax_mask_dropout, scores=True),
+    "attention_dropout": Subject(_attention_dropout),
 }

@@ -65,13 +65,13 @@ PYCKPT_HD double power_of_two(double shifted) { return from_bits(uint64_t(to_bit
 // Polynomials below are split into short chains (Estrin's scheme): one long chain of dependent multiply-adds would leave the
 // processor's scheduler full of instructions that wait.
 
-// scale 2^(a c) for a c in [-127, 0], within 1e-7; `scale` is to be a constant.
-PYCKPT_HD float scaled_power(float scale, float a, float c) {
+// 2^(a c) for a c in [-127, 0], within 1e-7.
+PYCKPT_HD float power_of_product(float a, float c) {
   const float shifted = fused(a, c, Binary<float>::round), f = fused(a, c, Binary<float>::round - shifted);
   const float f2 = f * f;
-  const float high = fused(scale * 1.326472725e-03f, f, scale * 9.671512786e-03f);
-  const float middle = fused(scale * 5.550733744e-02f, f, scale * 2.402224208e-01f);
-  const float low = fused(scale * 6.931469776e-01f, f, scale);
+  const float high = fused(1.326472725e-03f, f, 9.671512786e-03f);
+  const float middle = fused(5.550733744e-02f, f, 2.402224208e-01f);
+  const float low = fused(6.931469776e-01f, f, 1.0f);
   const float p = fused(fused(high, f2, middle), f2, low);
   return p * power_of_two(shifted);
 }
@@ -147,7 +147,7 @@ struct Normal {
 // where it costs the tail less than 4e-9, and nothing at 0. 0 from where the exponential is no normal number any more.
 PYCKPT_HD Normal<float> normal(float a) {
   a = at_most(a, 13.2687f);  // a^2 / 2 = 127 ln(2)
-  const float e = scaled_power(1.0f, a * a, -0.72134752f);
+  const float e = power_of_product(a * a, -0.72134752f);
   const float u = a / fused(0.3f, a, 1.0f), u2 = u * u;
   const float c0 = fused(-3.989422632e-01f, u, 0.5f), c2 = fused(-1.888486881e-02f, u, 1.303171199e-01f);
   const float c4 = fused(3.608655576e-04f, u, -4.546415615e-04f), c6 = fused(-1.129138536e-05f, u, 2.788451771e-05f);

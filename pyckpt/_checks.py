@@ -56,10 +56,13 @@ def is_up_to_date(source: Source, whole: Tensor) -> bool:
     return rebuilt.shape == whole.shape and _same_bits(rebuilt, whole)
 
 
+def _without_modes() -> contextlib.AbstractContextManager[None]:
+    """Hides what runs within from dispatch modes: a selective checkpoint counts operations, and would count these."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+
+
 def _rebuilt(source: Source) -> Any:
-    """Unseen by dispatch modes: a selective checkpoint counts operations, and would count these."""
-    modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
-    with modes:
+    with _without_modes():
         return source.get()
 
 
@@ -67,8 +70,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     """NaN equals NaN here, and 0 equals -0. Of DTensors this process' parts."""
     if is_sharded(a) and is_sharded(b):
         return a.placements == b.placements and _same_bits(a.to_local(), b.to_local())  # type: ignore[attr-defined]
-    modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
-    with torch.no_grad(), modes:
+    with torch.no_grad(), _without_modes():
         return a.device == b.device and (
             torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
         )

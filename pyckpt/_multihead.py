@@ -51,7 +51,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = (self._heads(x, batch_first) for x in self._project(query, key, value))
         batch, _, queries, width = q.shape
         causal = is_causal and key_padding_mask is None and not need_weights
-        mask = None if causal else self._mask(attn_mask, batch, q.dtype)
+        mask = None if causal else self._mask(attn_mask, batch)
         keys = k.shape[2]
         padding = None if key_padding_mask is None else key_padding_mask.reshape(batch, 1, 1, keys)
         if self.bias_k is not None and self.bias_v is not None:
@@ -61,7 +61,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
         if self.add_zero_attn:
             k, v = (torch.cat([x, x.new_zeros(*x.shape[:2], 1, x.shape[3])], 2) for x in (k, v))
-        mask = self._merged(mask, padding, keys, k.shape[2] - keys, q.dtype)
+        mask = self._merged(mask, padding, k.shape[2] - keys, q.dtype)
         dropout_p = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
@@ -116,7 +116,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         x = x.unflatten(-1, (self.num_heads, self.head_dim))
         return x.transpose(1, 2) if batch_first else x.permute(1, 2, 0, 3)
 
-    def _mask(self, mask: Tensor | None, batch: int, dtype: torch.dtype) -> Tensor | None:
+    def _mask(self, mask: Tensor | None, batch: int) -> Tensor | None:
         if mask is None:
             return None
         if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -126,9 +126,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return mask[None, None]
 
     @staticmethod
-    def _merged(
-        mask: Tensor | None, padding: Tensor | None, keys: int, added: int, dtype: torch.dtype
-    ) -> Tensor | None:
+    def _merged(mask: Tensor | None, padding: Tensor | None, added: int, dtype: torch.dtype) -> Tensor | None:
         """One mask of the two (True = ignore, or additive) as :func:`attention` takes it (True = keep), and `added` more keys."""
         if padding is not None and padding.dtype != torch.bool and not padding.is_floating_point():
             raise AssertionError(

@@ -26,8 +26,8 @@ from .rules import (
     Output,
     Rule,
     Unavailable,
-    _record,
     elements,
+    record,
     saved,
 )
 
@@ -169,7 +169,7 @@ def _embedding(node: Any, output: Output, edge: Edge) -> Captured:
 
 @rule("IndexBackward0")
 def _index(node: Any, output: Output, edge: Edge) -> Captured:
-    indices = [_record(raw) for raw in node._raw_saved_indices]  # None: the whole dimension
+    indices = [record(raw) for raw in node._raw_saved_indices]  # None: the whole dimension
     return (lambda x, *indices: aten.index(x, indices)), (edge(0), *indices)
 
 

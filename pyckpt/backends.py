@@ -1,6 +1,6 @@
-"""Which kernels exist on this machine, and which serve a tensor. The only module that reads environment variables.
+"""Which kernels exist on this machine, and which serve a tensor.
 
-Environment:
+The only module whose behaviour depends on environment variables:
     PYCKPT_BACKEND   name of the backend to use wherever it applies; an error if it is not available
     PYCKPT_CPU_ISA   instruction set of the CPU kernels (x86-64-v2, x86-64-v3, x86-64-v4); default: the best one here
     PYCKPT_TRITON_AUTOTUNE  "1": the Triton kernels try several numbers of warps at the first call of each shape, and keep what
@@ -160,7 +160,7 @@ def disabled() -> bool:
 
 
 # Minor versions that the tests are run with; older ones are refused.
-OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 8)
+OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
 
 
 @functools.cache

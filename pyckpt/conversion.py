@@ -7,6 +7,7 @@ handles that refer to them. The model itself gets two forward hooks, which are t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import re
@@ -45,14 +46,16 @@ def convert(model: ModuleT, *, recompute: bool | str | Policy = True, verify: bo
     The recompute engine is put around the model's forward (see :func:`pyckpt.recompute`): whatever can be rebuilt
     without a matrix product is not kept, and outputs and gradients are the same bits as without it.
 
-    Swapped are modules whose type is exactly ``torch.nn.GELU``, ``SiLU``, ``ReLU``, ``LayerNorm``,
-    ``RMSNorm``, ``Dropout`` or ``Softmax``, the activation function of torch's Transformer layers, and activation
-    and norm classes of other libraries (Hugging Face's ``NewGELUActivation``, ``LlamaRMSNorm``,
-    ``GemmaRMSNorm``; timm's ``LayerNorm2d``...) that are proven, by reading, recording and probing their forward
-    in float64, to compute GELU (erf or tanh), SiLU, ReLU, LayerNorm or RMSNorm of the last dimensions or of
-    dimension 1, whatever they call eps and weight, with ``weight`` or ``1 + weight``. The result has the dtype
-    that the original gives it. All else is left, as are modules with a forward of their own, parametrized,
-    quantized, TorchScript or already sharded (``fully_shard``) ones; :func:`report` says which and why.
+    Swapped are modules whose type is exactly ``torch.nn.GELU``, ``SiLU``, ``ReLU``, ``LayerNorm``, ``RMSNorm``, ``Dropout``,
+    ``Softmax`` or ``MultiheadAttention``, the activation function of torch's Transformer layers, and activation and norm classes
+    of other libraries (Hugging Face's ``NewGELUActivation``, ``LlamaRMSNorm``, ``GemmaRMSNorm``; timm's ``LayerNorm2d``...) that
+    are proven, by reading, recording and probing their forward in float64, to compute GELU (erf, tanh or sigmoid), SiLU, ReLU,
+    LayerNorm or RMSNorm of the last dimensions or of dimension 1, whatever they call eps and weight, with ``weight`` or
+    ``1 + weight``. The result has the dtype that the original gives it. Attention of two libraries becomes pyckpt's by their own
+    switches, where it would store its weights: of transformers' models by ``attn_implementation``, of timm's modules by
+    ``fused_attn``, which leaves calls without dropout or a learned mask to torch. All else is left, as are modules with a forward
+    of their own, parametrized, quantized, TorchScript or already sharded (``fully_shard``) ones; :func:`report` says which and
+    why.
     Converting twice changes nothing. A compiled model is converted inside its wrapper, and recompiles at its
     next call.
 
@@ -96,8 +99,8 @@ def convert(model: ModuleT, *, recompute: bool | str | Policy = True, verify: bo
             verify_swap(_name(path), module, target, place)
     for _, module, target in swaps:
         _swap(module, target)
-    if hugging_face := _hugging_face():
-        hugging_face.convert_attention(root)
+    for library in _libraries():
+        library.convert_attention(root)
     scripted = isinstance(root, torch.jit.ScriptModule)
     if recompute and root is model and not scripted and next(root.children(), None) is not None:
         install(root, "pointwise" if recompute is True else recompute)
@@ -120,8 +123,8 @@ def revert(model: ModuleT) -> ModuleT:
     """
     _require_module("revert", model)
     uninstall(_unwrap(model))
-    if hugging_face := _hugging_face():
-        hugging_face.revert_attention(_unwrap(model))
+    for library in _libraries():
+        library.revert_attention(_unwrap(model))
     for path, module in _unwrap(model).named_modules():
         if _MARK not in vars(module):
             continue
@@ -159,9 +162,9 @@ def report(model: nn.Module) -> Report:
             for name, function in _plain_functions(module):
                 reason = f"{function}: a function, not a module; only torch's Transformer layers' is swapped"
                 result.left[_join(path, name)] = reason
-    if hugging_face := _hugging_face():
-        for path, before in hugging_face.converted_attention(_unwrap(model)).items():
-            result.swapped[_join(path, "config.attn_implementation")] = f"{before} -> pyckpt"
+    for library in _libraries():
+        for where, before in library.converted_attention(_unwrap(model)).items():
+            result.swapped[where] = f"{before} -> pyckpt"
     return result
 
 
@@ -206,7 +209,7 @@ class Report:
 
     Attributes:
         swapped: path -> ``"nn.GELU -> pyckpt.nn.GELU"``.
-        left: path -> the reason; norms, activations, dropouts and softmaxes only.
+        left: path -> the reason; norms, activations, dropouts, softmaxes, ``nn.MultiheadAttention`` and plain functions only.
         native: path -> class, of ``pyckpt.nn`` modules that the model was built with.
         recompute: whether the engine is on the model's forward.
     """
@@ -260,14 +263,12 @@ def _require_module(function: str, model: object) -> None:
     raise TypeError(f"pyckpt.{function}: expected a torch.nn.Module, got {got}; {remedy}.")
 
 
-def _hugging_face() -> Any:
-    """The integration with transformers, where that is loaded: else no model can be one of its."""
-    if "transformers" not in sys.modules:
-        return None
-    try:
-        return importlib.import_module("pyckpt.integrations.transformers")
-    except ImportError:  # a version without attention interfaces
-        return None
+def _libraries() -> Iterator[Any]:
+    """The integrations with libraries whose attention has a switch, of those that are loaded: else no model is one of theirs."""
+    for name in ("transformers", "timm"):
+        if name in sys.modules:
+            with contextlib.suppress(ImportError):  # a version without attention interfaces
+                yield importlib.import_module(f"pyckpt.integrations.{name}")
 
 
 def _unwrap(model: nn.Module) -> nn.Module:

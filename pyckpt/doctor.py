@@ -30,11 +30,11 @@ SEED = 2026
 #: Units in the last place of the largest element by which two float64 implementations may differ.
 FLOAT64_ULPS = 16
 
-#: Where each op has been run so far, by backend. What is missing has no kernel, or none that was ever run.
 _NO_GPU = {
     "cuda": "no GPU yet: emulated on the CPU only",
     "triton": "no GPU yet: Triton's interpreter only",
 }
+#: Where each op has been run so far, by backend. What is missing has no kernel, or none that was ever run.
 RUN_ON: dict[str, dict[str, str]] = {name: {"cpu": "x86-64 hardware", **_NO_GPU} for name in F.__all__}
 
 _PACKAGES = ("pyckpt", "torch", "numpy", "triton", "transformers")

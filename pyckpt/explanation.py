@@ -156,17 +156,17 @@ def explain(model: nn.Module, *args: Any, policy: str | Policy = "pointwise", **
         if t.layout is torch.strided
     }
     fixed |= {
-        t.untyped_storage().data_ptr() for t in memory._tensors([args, kwargs]) if t.layout is torch.strided
+        t.untyped_storage().data_ptr() for t in memory.tensors([args, kwargs]) if t.layout is torch.strided
     }
     counter = _Counter(model, fixed)
 
     def forward() -> Any:
         return model(*args, **kwargs)
 
-    with _undisturbed(model), _suspended():
+    with undisturbed(model), suspended():
         with counter.modules(), saved_tensors_hooks(counter.before, lambda tensor: tensor):
             result = forward()
-        if not any(t.requires_grad for t in memory._tensors(result)):
+        if not any(t.requires_grad for t in memory.tensors(result)):
             raise RuntimeError(
                 "explain: no tensor in the model's result needs a gradient, so nothing is kept for backward"
             )
@@ -282,7 +282,7 @@ def _engine(policy: str | Policy, counter: _Counter | None) -> Any:
 
 
 @contextmanager
-def _suspended() -> Iterator[None]:
+def suspended() -> Iterator[None]:
     """Regions that the model begins itself do nothing."""
     before, regions.suspended = regions.suspended, True
     try:
@@ -292,7 +292,8 @@ def _suspended() -> Iterator[None]:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Random number generators and buffers are put back at the end."""
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     devices = {t.get_device() for t in model.parameters() if t.is_cuda}
     try:

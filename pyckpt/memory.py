@@ -112,24 +112,24 @@ def allocated_bytes(device: str | torch.device = "cpu") -> int:
     return _count(where)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors(value: Any) -> Iterator[torch.Tensor]:
     """Tensors in nested tuples, lists, mappings (Hugging Face's ModelOutput is one) and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors(item)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors(item)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            yield from _tensors(getattr(value, field.name))
+            yield from tensors(getattr(value, field.name))
 
 
 def _graph(fn: Callable[[], Any]) -> list[Any]:
     """Run `fn`, let its results go, and return the autograd nodes they came from, which hold the graph."""
-    nodes = [tensor.grad_fn for tensor in _tensors(fn()) if tensor.grad_fn is not None]
+    nodes = [tensor.grad_fn for tensor in tensors(fn()) if tensor.grad_fn is not None]
     if not nodes:
         raise RuntimeError(
             "fn() returned no tensor with a gradient graph, so nothing is kept for backward. Return the "

@@ -116,10 +116,11 @@ def is_users(node: Any) -> bool:
 
 def saved(node: Any, name: str) -> Any:
     """The record of what `node` keeps as `name`; None if it keeps nothing there."""
-    return _record(getattr(node, "_raw_saved_" + name))
+    return record(getattr(node, "_raw_saved_" + name))
 
 
-def _record(raw: Any) -> Any:
+def record(raw: Any) -> Any:
+    """The record behind one of a node's raw saved tensors."""
     if raw.unpack_hook is unpack:
         return raw.data
     value = raw.data
@@ -183,7 +184,7 @@ def _register(
     def capture(node: Any, output: Output, edge: Edge) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         if not only_if(node):
             raise Unavailable("its producer keeps it, or too little to rebuild it")
-        operands = [_record(raw) for raw in node._raw_saved_tensors]
+        operands = [record(raw) for raw in node._raw_saved_tensors]
         operands += [edge(index) for index in inputs]
         if len(node._input_metadata) == 1:
             return partial(rebuild, node), tuple(operands)
@@ -212,7 +213,7 @@ def _kept_output(node: Any, output: Output, edge: Edge) -> tuple[Callable[..., T
     if output.number:
         raise Unavailable("only the first output can be rebuilt")
     kept = node._raw_saved_tensors[AttentionFunction.OUTPUT]
-    return partial(AttentionFunction.recompute, node), (_record(kept),)
+    return partial(AttentionFunction.recompute, node), (record(kept),)
 
 
 _FUNCTIONS[AttentionFunction] = Rule("AttentionFunction", _kept_output, lambda node, operands: 0)

@@ -31,7 +31,7 @@ MORE = "        /*0048*/              @!P6 LDG.E.U16 R19, desc[UR4][R14.64] ;  /
 
 def read(registers=40, load="128", store="128", spill="", more=""):
     (kernel,) = _cubin.parse(SASS.format(registers=registers, load=load, store=store, spill=spill + more))
-    row = Row("triton", "kernel", "bfloat16", "4096", "sm_90", threads=256)
+    row = Row("kernel", "bfloat16", "4096", "sm_90", threads=256)
     row.take(kernel)
     row.check(wide=True, element_bits=16)
     return row

@@ -97,7 +97,7 @@ def test_sdist_and_wheel_from_it(checkout, tmp_path):
     with tarfile.open(archive) as tar:
         names = {m.name.partition("/")[2] for m in tar.getmembers() if m.isfile()}
     kernels = files_of("triton_kernels")
-    assert files_of("csrc", "tests", "bench", "triton_kernels") <= names
+    assert files_of("csrc", "tests", "bench", "examples", "triton_kernels") <= names
     assert {f"pyckpt/{name}" for name in kernels} <= names
     assert {"setup.py", "pyproject.toml", "Makefile", "LICENSE", "NOTICE", "README.md"} <= names
     assert not [name for name in names if name.endswith((".so", ".pyc")) or "_no_compiler" in name]

@@ -240,7 +240,7 @@ def test_scopes_and_forms_of_a_budget(ids):
         (0.25, 25),
         (1, 1),
     ):
-        assert planning._bytes(text, 100) == expected
+        assert planning.budget_bytes(text, 100) == expected
     for wrong in ("many", 0, -1.0, True, "8TiBB", "1..2GiB"):
         with pytest.raises(ValueError, match="budget must be"):
             planned(model, ids, budget=wrong)

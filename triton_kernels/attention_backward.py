@@ -1,9 +1,10 @@
-"""Attention's backward: the probabilities are formed again from q, k and logsumexp, in two kernels that no atomics join.
+"""Attention's backward: the probabilities are formed again from q, k and logsumexp, in kernels that no atomics join.
 
 With P the probabilities, D the factors of dropout and delta = rowsum(dO * O): dV = (P D)^T dO, dP = (dO V^T) D, the gradient of
 an added bias dB = P (dP - delta), and with dS = dB times the softcap's slope and the scale, dQ = dS K and dK = dS^T Q. The first
-kernel takes a block of keys of one kv head, and goes through all the queries that see any of them, head by head of its group; the
-second takes a block of queries as the forward does. Operations a score: 4 (width + v width) and 4 width + 2 v width.
+kernel finds delta, from the output or by `statistics`. The second takes a block of keys of one kv head, and goes through all the
+queries that see any of them, head by head of its group; the third takes a block of queries as the forward does. Operations a
+score of these two: 4 (width + v width) and 4 width + 2 v width.
 """
 
 from __future__ import annotations

@@ -42,7 +42,6 @@ from ._norm_tiles import (
     load_weight,
     normalised,
     read_statistics,
-    row_offsets,
 )
 
 LAYER, RMS = 0, 1
@@ -64,8 +63,7 @@ def _forward(
     column = tl.arange(0, COLUMNS)
     exists = row < rows
     inside = exists[:, None] & (column < n)[None, :]
-    source = row_offsets(row, inner, outer_stride, inner_stride)[:, None] + column[None, :]
-    value = tl.load(x + source, mask=inside, other=0.0).to(F)
+    value = load_rows(x, row, rows, inner, outer_stride, inner_stride, column, n).to(F)
     if RECOMPUTE:
         mean, rstd, shift = read_statistics(statistics, row, rows, exists, LAYER)
     else:

@@ -26,7 +26,15 @@ from ._common import (
     row_sum,
     square_root,
 )
-from ._norm_tiles import affine, input_gradient, load_weight, normalised, read_statistics, row_offsets
+from ._norm_tiles import (
+    affine,
+    input_gradient,
+    load_rows,
+    load_weight,
+    normalised,
+    read_statistics,
+    row_offsets,
+)
 
 # Of the kernel for parameter gradients: blocks of rows at most; the tile of one step.
 BLOCKS, ROWS, COLUMNS = 64, 8, 256
@@ -147,11 +155,8 @@ def _parameter_gradients(
     for step in range(steps):
         row = (block * steps + step) * ROWS + tl.arange(0, ROWS)
         exists = row < rows
-        inside = exists[:, None] & (column < n)[None, :]
-        source = row_offsets(row, inner, outer_stride, inner_stride)[:, None] + column[None, :]
-        value = tl.load(x + source, mask=inside, other=0.0).to(F)
-        source = row_offsets(row, grad_inner, grad_outer_stride, grad_inner_stride)[:, None] + column[None, :]
-        g = tl.load(grad + source, mask=inside, other=0.0).to(F)
+        value = load_rows(x, row, rows, inner, outer_stride, inner_stride, column, n).to(F)
+        g = load_rows(grad, row, rows, grad_inner, grad_outer_stride, grad_inner_stride, column, n).to(F)
         mean, rstd, shift = read_statistics(statistics, row, rows, exists, LAYER)
         dweight = tl.fma(g, normalised(value, mean, rstd, shift, LAYER), dweight)
         dbias += g

@@ -1,7 +1,8 @@
 """python -m bench.audit: compiles the kernels for every target, without a GPU, and reads what came out.
 
-Fails if a kernel spills registers, or moves less than 16 bytes an access where its operands are contiguous and aligned. Writes
-docs/audit.md and, where there is an nvcc, docs/audit_cuda.md, unless --check or --quick is given.
+Fails if a kernel spills registers, moves less than 16 bytes an access where its operands are contiguous and aligned, or, being
+attention in 16 bits, multiplies without matrix instructions. Writes docs/audit.md and, where there is an nvcc,
+docs/audit_cuda.md, unless --check or --quick is given.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ blocks have 128 to 512 threads are shown with 128. Nothing here was run: it says
 INTRODUCTION = """# What the compiled kernels use
 
 Written by `make audit` (python -m bench.audit), which compiles the Triton kernels without a GPU, for each target as the launchers
-choose block sizes and warps from the shape, and fails if a kernel spills registers or if accesses to contiguous, aligned operands
-are narrower than 16 bytes. The first table counts all that were compiled; the second shows those for rows of 4096 in bfloat16.
+choose block sizes and warps from the shape, and fails if a kernel spills registers, if accesses to contiguous, aligned operands
+are narrower than 16 bytes, or if attention in 16 bits has no matrix instructions. The first table counts all that were compiled;
+the second shows those for rows of 4096 in bfloat16, attention left out.
 
 Registers, spills and widths are read from the machine code (NVIDIA) or the assembly (AMD); occupancy is the share of a
 multiprocessor's warps that its registers and shared memory allow. Accesses are counted as instructions: 4x128 are four that move
@@ -46,7 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="a part, for every change: see bench/audit/_triton.py"
     )
-    parser.add_argument("--check", action="store_true", help="do not write docs/audit.md")
+    parser.add_argument(
+        "--check", action="store_true", help="do not write docs/audit.md and docs/audit_cuda.md"
+    )
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args(arguments)
     start = time.monotonic()

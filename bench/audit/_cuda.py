@@ -24,12 +24,16 @@ Job = tuple[str, Path, str]  # nvcc, source, target
 
 
 def find_nvcc() -> str | None:
-    """The compiler that a build would take: from PATH, a toolkit, or NVIDIA's packages in this environment."""
+    """The compiler that a build would take, by the order of csrc/cuda.cmake."""
     homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    candidates = [home / "bin" / "nvcc" for home in (*homes, Path("/usr/local/cuda"))]
-    candidates += Path(sysconfig.get_path("purelib"), "nvidia").glob("*/bin/nvcc")
-    found = [str(path) for path in candidates if path.exists()]
-    return shutil.which("nvcc") or (found[0] if found else None)
+    candidates = [
+        os.environ.get("CUDACXX"),
+        *(home / "bin" / "nvcc" for home in homes),
+        shutil.which("nvcc"),
+        "/usr/local/cuda/bin/nvcc",
+        *sorted(Path(sysconfig.get_path("purelib"), "nvidia").glob("*/bin/nvcc")),
+    ]
+    return next((str(path) for path in candidates if path and Path(path).exists()), None)
 
 
 def jobs(nvcc: str, quick: bool) -> Iterator[Job]:
@@ -153,7 +157,7 @@ def _norm(centred: bool) -> str:
 
 
 def _row(what: Described, kernel: _cubin.Kernel, target: str) -> Row:
-    row = Row("cuda", what.kernel, what.dtype, what.shape, target, threads=what.threads)
+    row = Row(what.kernel, what.dtype, what.shape, target, threads=what.threads)
     row.take(kernel, what.shared)
     row.check(wide=False, element_bits=8)
     for kind, counts, least in (("loads", row.loads, what.loads), ("stores", row.stores, what.stores)):

@@ -13,7 +13,6 @@ from ._cubin import Kernel
 class Row:
     """One compiled kernel. `loads` and `stores` on global memory by their width in bits; `problems` fail the audit."""
 
-    backend: str
     kernel: str
     dtype: str
     shape: str

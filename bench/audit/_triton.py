@@ -107,9 +107,7 @@ def _row(job: Job, subject: Subject, launch: Launch, file: Path) -> Row:
         options["num_stages"] = launch.stages
     compiled = triton.compile(source, target=TARGETS[target], options=options)
     width = f"{columns}" if aligned else f"{columns}, misaligned"
-    row = Row(
-        "triton", f"{name} [{launch.kernel.__name__}]", str(dtype).removeprefix("torch."), width, target
-    )
+    row = Row(f"{name} [{launch.kernel.__name__}]", str(dtype).removeprefix("torch."), width, target)
     row.shared = compiled.metadata.shared
     row.threads = launch.warps * TARGETS[target].warp_size
     wide = aligned and subject.contiguous and launch.kernel.__name__ not in NARROW

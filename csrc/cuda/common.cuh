@@ -12,6 +12,8 @@ namespace cuda {
 #define PYCKPT_DEVICE static __device__ __forceinline__
 #define PYCKPT_MEMBER __device__ __forceinline__
 
+constexpr int kMaxDims = 64;  // torch has no more
+
 template <class T>
 struct Type {
   using type = T;

@@ -6,7 +6,6 @@
 namespace pyckpt {
 namespace cuda {
 
-constexpr int kMaxDims = 64;  // torch has no more
 constexpr int kThreads = 256;
 
 // Where elements lie. The operands are the inputs, then the output. kVectors: as many vectors a thread takes, all loaded before

@@ -5,7 +5,7 @@
 // Nothing of that is in a wheel.
 //
 // Rules for code in csrc/cuda, which keep it runnable and checkable there:
-//   * C++17. Launch through simt::launch, never <<<>>>; host code asks simt:: and not the CUDA runtime.
+//   * C++17. Launch through simt::launch, never <<<>>>; host code calls nothing of the CUDA runtime itself.
 //   * Shared memory: SIMT_SHARED for arrays of a fixed size, SIMT_DYNAMIC_SHARED and take() for others. Every thread takes the
 //     same arrays in the same order. Both put red zones between arrays where they are checked.
 //   * Inline PTX only in ptx.h. No __CUDA_ARCH__ elsewhere; no CUB, Thrust, cooperative groups.
@@ -110,13 +110,6 @@ void launch(void (*kernel)(P...), Grid grid, dim3 block, size_t shared_bytes, St
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...);
   if (status != cudaSuccess) cudaGetLastError();  // or torch would take it for its own
   check(status, "launch");
-}
-
-// Number of multiprocessors, for grids of as many blocks as run at once.
-inline int multiprocessors(int device) {
-  int count = 0;
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "number of multiprocessors");
-  return count;
 }
 
 // Carves arrays, aligned to 16 bytes, from the launch's dynamic shared memory.

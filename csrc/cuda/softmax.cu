@@ -9,8 +9,6 @@
 namespace pyckpt {
 namespace cuda {
 
-constexpr int kMaxDims = 64;  // torch has no more
-
 template <class T>
 struct SoftmaxRows {  // SoftmaxArguments with types, by value
   using F = typename Element<T>::F;

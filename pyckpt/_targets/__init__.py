@@ -28,7 +28,7 @@ from .norms import prove_norm
 from .recording import ELEMENTWISE, NORMALISING, STATISTICS
 from .subject import Subject
 
-__all__ = ["FUSED_CLASSES", "FUSED_FUNCTIONS", "Target", "classify", "describe"]
+__all__ = ["FUSED_CLASSES", "Target", "classify", "describe"]
 
 
 def classify(module: nn.Module, *, float64: bool = False) -> Target | str | None:
@@ -137,7 +137,7 @@ def _expected(name: str, module: nn.Module) -> bool:
 
 # ---- functions held as attributes --------------------------------------------------------------------------
 
-FUSED_FUNCTIONS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
+_FUSED_FUNCTIONS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
     F.gelu: fused_functions.gelu,
     F.silu: fused_functions.silu,
     F.relu: fused_functions.relu,
@@ -158,7 +158,7 @@ def _transformer_layer(module: nn.Module) -> Target | None:
     options: functools.partial[Tensor] | None = (
         activation if isinstance(activation, functools.partial) else None
     )
-    function = FUSED_FUNCTIONS.get(activation if options is None else options.func)  # type: ignore[arg-type]
+    function = _FUSED_FUNCTIONS.get(activation if options is None else options.func)  # type: ignore[arg-type]
     if function is None or _instance_obstacle(module):
         return None
     if options is not None:

@@ -67,7 +67,7 @@ def observe(
 
     def hook(path: str) -> Callable[..., None]:
         def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            signature = [(tuple(t.shape), str(t.dtype)) for t in memory._tensors([args, kwargs])]
+            signature = [(tuple(t.shape), str(t.dtype)) for t in memory.tensors([args, kwargs])]
             kind = describe(module) + repr(signature)
             kind = hashlib.sha256(kind.encode()).hexdigest()[:16]
             container, _, name = path.rpartition(".")

@@ -57,7 +57,7 @@ class _Fresh(Function):
         return grad
 
 
-class _Ones(Function):
+class Ones(Function):
     """In place of what follows: keeps nothing, and makes the gradient when it is asked for."""
 
     @staticmethod
@@ -95,7 +95,7 @@ class Cost:
 
 
 def first_tensor(value: Any) -> Tensor:
-    return next(t for t in memory._tensors(value) if t.is_floating_point())
+    return next(t for t in memory.tensors(value) if t.is_floating_point())
 
 
 class Bench:
@@ -120,7 +120,7 @@ class Bench:
         return x
 
     def step(self, choice: str, count: int) -> None:
-        _Ones.apply(self.forward(choice, count)).backward()
+        Ones.apply(self.forward(choice, count)).backward()
 
     def bytes(self, choice: str) -> tuple[int, int]:
         """Kept, and the peak of forward and backward with it, above what the blocks before keep."""
@@ -156,7 +156,7 @@ class Bench:
         x = _Fresh.apply(self.x)
         with torch.autocast(self.device.type, dtype, enabled=enabled):
             y = segment([once, once], x)
-        _Ones.apply(y).backward()
+        Ones.apply(y).backward()
 
 
 def _replaced(call: Call, x: Tensor) -> tuple[list[Any], dict[str, Any]]:

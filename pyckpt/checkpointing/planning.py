@@ -13,12 +13,12 @@ from .. import memory
 from .._installation import installed
 from .._levels import LEVELS
 from .._records import RecomputeError
-from ..explanation import _suspended, _undisturbed
+from ..explanation import suspended, undisturbed
 from ._blocks import Found, candidates, observe
-from ._measure import Bench, Cost, _Ones, few_objects, rest_of
+from ._measure import Bench, Cost, Ones, few_objects, rest_of
 from ._solver import Chain, Option
 from .plans import Plan, Prediction, fingerprint, shapes
-from .segments import _Wrapped
+from .segments import Wrapped
 
 __all__ = ["BudgetError", "Plan", "Prediction", "plan"]
 
@@ -71,7 +71,7 @@ def plan(
         ValueError: no repeated blocks were found, or an argument is none of those.
     """
     chosen_choices = _checked(choices, scope)
-    _bytes(budget, 1)
+    budget_bytes(budget, 1)
     where = next((p.device for p in model.parameters()), torch.device("cpu"))
     if on is not None and torch.device(on).type != where.type:
         raise ValueError(
@@ -80,13 +80,13 @@ def plan(
     paths = _paths(model, blocks)
     for path in paths:
         block = model.get_submodule(path)
-        if isinstance(block, _Wrapped) or installed(block) is not None:
+        if isinstance(block, Wrapped) or installed(block) is not None:
             raise ValueError(f"plan: {path} recomputes already, by itself or by a plan; revert that first")
     autocast = torch.is_autocast_enabled(where.type), torch.get_autocast_dtype(where.type)
     run = lambda module: _scalar(module(*args, **kwargs), loss)  # noqa: E731
-    with _undisturbed(model), _suspended():
+    with undisturbed(model), suspended():
         found, calls = observe(model, paths, lambda: model(*args, **kwargs))
-    with _undisturbed(model), few_objects():
+    with undisturbed(model), few_objects():
         rest = rest_of(model, [(b.module, calls[b.kind]) for b in found], run, where, rounds)
         parts = ("pointwise", "checkpoint") if "segment" in chosen_choices else ()  # of a segment's costs
         measured = tuple(c for c in dict.fromkeys(("none", *chosen_choices, *parts)) if c != "segment")
@@ -104,7 +104,7 @@ def plan(
     chain = _chain(found, costs, allowed, rest, gradients if scope == "total" else None)
     eager_steps = [_option("none", costs[b.kind]["none"]) for b in found]
     eager = _prediction(chain, eager_steps, rest)
-    limit = _bytes(budget, eager.peak)
+    limit = budget_bytes(budget, eager.peak)
     steps = chain.solve(limit)
     if steps is None:
         smallest = chain.smallest()
@@ -160,7 +160,7 @@ def _scalar(result: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     own = getattr(result, "loss", None)
     if isinstance(own, Tensor):
         return own
-    parts = [_Ones.apply(t) for t in memory._tensors(result) if t.requires_grad]
+    parts = [Ones.apply(t) for t in memory.tensors(result) if t.requires_grad]
     return sum(parts[1:], parts[0]) if parts else torch.zeros(())
 
 
@@ -228,14 +228,14 @@ def _curve(chain: Chain, steps: Sequence[Option]) -> list[int]:
     return [*kept, chain.head + kept[-1] - chain.standing[-1], *reversed(peaks)]
 
 
-def _bytes(budget: int | float | str, eager: int) -> int:
+def budget_bytes(budget: int | float | str, eager: int) -> int:
     units = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmg]i?)?(b?)\s*", budget.lower())
         if match and (match[2] or match[3]):
             return int(float(match[1]) * units[match[2] or ""])
         if match:  # from a command line
-            return _bytes(float(match[1]), eager)
+            return budget_bytes(float(match[1]), eager)
     elif isinstance(budget, float) and 0 < budget <= 1:
         return int(budget * eager)
     elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and budget >= 1:

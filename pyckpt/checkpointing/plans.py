@@ -177,5 +177,5 @@ def fingerprint(blocks: Iterable[nn.Module]) -> str:
 
 
 def shapes(args: Any, kwargs: Any) -> str:
-    found = [(tuple(t.shape), str(t.dtype)) for t in memory._tensors([args, kwargs])]
+    found = [(tuple(t.shape), str(t.dtype)) for t in memory.tensors([args, kwargs])]
     return hashlib.sha256(repr(found).encode()).hexdigest()[:32]

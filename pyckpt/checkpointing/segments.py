@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from .. import memory
 from .._checks import warn_once
 from ..engine import enter, leave
-from ..explanation import _undisturbed
+from ..explanation import undisturbed
 from ._replay import modules_in, once
 
 __all__ = ["checkpoint", "checkpoint_sequential", "checkpoint_wrapper", "unwrap"]
@@ -76,7 +76,7 @@ def _checkpoint(
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     result = torch_checkpoint(once(run, modules_in(holders)), *values, use_reentrant=False)
-    if not any(t.requires_grad for t in memory._tensors(result)):
+    if not any(t.requires_grad for t in memory.tensors(result)):
         warn_once(
             f"pyckpt.checkpoint: no result of {getattr(fn, '__qualname__', type(fn).__name__)} requires a gradient, so that "
             "backward will not reach what it reads: it is cut off inside (detach, no_grad), or needs no checkpoint"
@@ -84,7 +84,7 @@ def _checkpoint(
     return result
 
 
-class _Wrapped:
+class Wrapped:
     """First base of the classes of wrapped modules; the last is the module's own class, under whose name they go."""
 
     _pyckpt_own: type[nn.Module]
@@ -106,19 +106,19 @@ class _Wrapped:
         return _again, (_KINDS.index(kind), function, *arguments), *rest
 
 
-class _Checkpointed(_Wrapped):
+class _Checkpointed(Wrapped):
     def around(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return checkpoint(inner, *args, **kwargs)
 
 
-class Offloaded(_Wrapped):
+class Offloaded(Wrapped):
     """Keeps on the host what the engine cannot rebuild."""
 
     def around(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return offload(inner, *args, **kwargs)
 
 
-class Segmented(_Wrapped):
+class Segmented(Wrapped):
     """Of ``nn.Sequential``: `_pyckpt_segments` maps the number of a segment's first block to its length."""
 
     _pyckpt_segments: dict[int, int]
@@ -145,7 +145,7 @@ def _again(kind: int, function: Callable[..., nn.Module], *arguments: Any) -> nn
     return wrap(function(*arguments), _KINDS[kind])
 
 
-def wrap(module: ModuleT, kind: type[_Wrapped]) -> ModuleT:
+def wrap(module: ModuleT, kind: type[Wrapped]) -> ModuleT:
     """Give the module a class of this kind, a subclass of its own."""
     own: Any = type(module)
     made = _classes[kind].get(own)
@@ -168,7 +168,7 @@ def checkpoint_wrapper(module: ModuleT) -> ModuleT:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"checkpoint_wrapper: expected a torch.nn.Module, got {type(module).__name__}")
-    if isinstance(module, _Wrapped):
+    if isinstance(module, Wrapped):
         return module
     if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
@@ -179,8 +179,8 @@ def checkpoint_wrapper(module: ModuleT) -> ModuleT:
 
 
 def unwrap(module: ModuleT) -> ModuleT:
-    """Undo :func:`checkpoint_wrapper`; returns the module."""
-    if isinstance(module, _Wrapped):
+    """Undo :func:`checkpoint_wrapper`, and what a plan made of this module (offloading, segments); returns the module."""
+    if isinstance(module, Wrapped):
         vars(module).pop("_pyckpt_segments", None)
         module.__class__ = module._pyckpt_own
     return module
@@ -238,7 +238,7 @@ def segment(part: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> An
 
 def offload(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``fn(*args, **kwargs)`` with what the engine cannot rebuild kept on the host."""
-    device = next((t.device.type for t in memory._tensors([args, kwargs])), "cpu")
+    device = next((t.device.type for t in memory.tensors([args, kwargs])), "cpu")
     with save_on_cpu(pin_memory=device == "cuda"), quiet_region():
         return fn(*args, **kwargs)
 
@@ -255,10 +255,10 @@ _kept: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionar
 
 def segment_length(block: Callable[..., Any], count: int, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     """Blocks a segment such that `count` of them peak lowest."""
-    first = next(memory._tensors(args[0]), None)
+    first = next(memory.tensors(args[0]), None)
     if first is None:
         return 1
-    size = sum(t.nbytes for t in memory._tensors(args[0]))
+    size = sum(t.nbytes for t in memory.tensors(args[0]))
     kept = _bytes_kept(block, first.device, args, kwargs)
     # Between the roots of the two neighbours the whole number that is best for (inputs kept) + (sets replayed).
     root = math.sqrt(count * size / max(kept, 1))
@@ -269,7 +269,7 @@ def segment_length(block: Callable[..., Any], count: int, args: Sequence[Any], k
 def _bytes_kept(
     block: Callable[..., Any], device: torch.device, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> int:
-    signature: tuple[Any, ...] = tuple((t.shape, t.dtype, t.device) for t in memory._tensors([args, kwargs]))
+    signature: tuple[Any, ...] = tuple((t.shape, t.dtype, t.device) for t in memory.tensors([args, kwargs]))
     autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     signature += (*autocast, getattr(block, "training", True))
     try:
@@ -281,7 +281,7 @@ def _bytes_kept(
         def measured() -> int:
             roots = nn.ModuleList(modules_in(block))
             enabled, dtype = autocast
-            with torch.autocast(device.type, dtype, enabled=enabled), _undisturbed(roots):
+            with torch.autocast(device.type, dtype, enabled=enabled), undisturbed(roots):
                 return memory.saved_bytes(forward, device=device, warmup=1)
 
         def forward() -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import memory
 from ..conversion import convert, report, revert
-from .planning import Plan, _bytes
+from .planning import Plan, budget_bytes
 
 __all__ = ["TrialResult", "trial"]
 
@@ -172,7 +172,7 @@ def _result(
     mean = statistics.fmean(without.losses)
     difference = abs(statistics.fmean(ours.losses) - mean)
     gap = difference / abs(mean) if mean else difference
-    limit = _bytes(max_memory, without.peak)
+    limit = budget_bytes(max_memory, without.peak)
     found = {"slowdown": slowdown, "memory": ours.peak, "loss_gap": gap}
     targets = {"slowdown": max_slowdown, "memory": limit, "loss_gap": max_loss_gap}
     missed = tuple(name for name, value in found.items() if not value <= targets[name])  # NaN misses

@@ -147,10 +147,12 @@ def revert_attention(root: nn.Module) -> None:
 
 
 def converted_attention(root: nn.Module) -> dict[str, str]:
-    """Path of a converted model -> what its attention was."""
+    """Each converted setting -> what it was."""
     found = {}
     for path, module in root.named_modules():
         before = vars(module).get(_MARK)
         if before is not None:
-            found[path] = ", ".join(sorted(set(before.values()) - {NAME}))
+            found[f"{path}.config.attn_implementation".lstrip(".")] = ", ".join(
+                sorted(set(before.values()) - {NAME})
+            )
     return found

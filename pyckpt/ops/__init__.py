@@ -1,7 +1,9 @@
 """The operators torch.ops.pyckpt.*, one module per family.
 
-Each family's file holds, per op: its schema and fake, its kernels by backend, the autograd Function with what it saves and
-how its output is recomputed, and the public function.
+Each family's file holds, per op: its schema and fake, the autograd Function with what it saves and how its output is recomputed,
+and the public function. Of norms, softmax and attention the references are in _<family>_definition.py, the checks of arguments in
+_<family>_checks.py. The kernels of a backend are given by _native.py, _cuda.py, _triton.py and, for attention,
+_attention_cpu.py, _attention_cuda.py and _attention_triton.py.
 """
 
 from types import FunctionType

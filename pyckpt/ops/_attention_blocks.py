@@ -19,7 +19,7 @@ from ._attention_definition import Given, Options
 from ._native import address, code, resolved
 from ._registry import DTYPES
 
-SCORES = 2**20  # of a block
+SCORES = 2**19  # of a block
 SIDE_BY_SIDE = 2**16  # scores of a call from which threads are worth their start
 SHORT = 256  # rows of a block where rows do not see all keys: the shorter, the less is computed in vain
 

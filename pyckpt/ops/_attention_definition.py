@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from ._registry import DTYPES
-from ._softmax_definition import _gradient
+from ._softmax_definition import MINUS_INFINITY, gradient
 from .dropout import dropout_factors
-
-_MINUS_INFINITY = float("-inf")
 
 
 class Given(NamedTuple):
@@ -93,7 +91,7 @@ def _keep(q: Tensor, k: Tensor, given: Given, options: Options, position: Tensor
     """Which scores count, to be broadcast to (batch, heads, queries, keys); None: all."""
     keep = []
     if given.mask is not None:
-        keep.append(given.mask if given.mask.dtype == torch.bool else given.mask != _MINUS_INFINITY)
+        keep.append(given.mask if given.mask.dtype == torch.bool else given.mask != MINUS_INFINITY)
     if options.left is not None:
         keep.append(position >= -options.left)
     if options.right is not None:
@@ -155,15 +153,15 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, given: Given, options: Options) ->
     if given.slopes is not None:
         scores = scores - given.slopes.to(scores.dtype)[..., None, None] * position.abs()
     if given.mask is not None and given.mask.dtype != torch.bool:
-        scores = scores + given.mask.to(scores.dtype).masked_fill(given.mask == _MINUS_INFINITY, 0.0)
+        scores = scores + given.mask.to(scores.dtype).masked_fill(given.mask == MINUS_INFINITY, 0.0)
     if keep is not None and kept is not None:
-        scores = scores.masked_fill(~keep, _MINUS_INFINITY).masked_fill(~kept, 0.0)
+        scores = scores.masked_fill(~keep, MINUS_INFINITY).masked_fill(~kept, 0.0)
     if not k.shape[-2]:
-        return _Forward(q, k, v, scores, scores.new_full(q.shape[:-1], _MINUS_INFINITY), kept, None, slope)
+        return _Forward(q, k, v, scores, scores.new_full(q.shape[:-1], MINUS_INFINITY), kept, None, slope)
     p, logsumexp = torch.softmax(scores, -1), torch.logsumexp(scores, -1)
     if keep is not None and kept is not None:
         p = p.masked_fill(~keep, 0.0)
-        logsumexp = logsumexp.masked_fill(~kept.squeeze(-1), _MINUS_INFINITY)
+        logsumexp = logsumexp.masked_fill(~kept.squeeze(-1), MINUS_INFINITY)
     factors = None if given.seed is None else dropout_factors(p, given.seed, options.dropout_p)
     return _Forward(q, k, v, p, logsumexp, kept, factors, slope)
 
@@ -212,7 +210,7 @@ def reference_bwd(
         grad = grad.masked_fill(~f.kept, 0.0)
     dv = _summed(dropped, grad, kv_heads)
     dp = _product(grad, _repeated(v, q.shape[1]).transpose(-1, -2)).to(f.p.dtype)
-    ds = _gradient(f.p, dp if f.factors is None else dp * f.factors, True, 1.0)
+    ds = gradient(f.p, dp if f.factors is None else dp * f.factors, True, 1.0)
     dmask = ds.sum_to_size(given.mask.shape).to(q.dtype) if given.mask is not None and wanted[3] else None
     if f.slope is not None:
         ds = (ds * f.slope).masked_fill(f.p == 0, 0.0)

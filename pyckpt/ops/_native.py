@@ -60,6 +60,11 @@ def contiguous_like(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def fake_like(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Shape function of an op whose output is laid out as `x`."""
+    return torch.empty_like(x)
+
+
 def elementwise_view(*tensors: torch.Tensor, ordered: bool = False) -> list[int]:
     """Sizes, then each tensor's strides, for operands of one shape; empty if all are dense in one common order.
 

@@ -7,7 +7,8 @@ There are three ways into an op:
 - Under a dispatch mode (fake tensors, FLOP counters, compiled autograd) the same call goes to ``torch.ops.pyckpt``, so that
   the mode sees it.
 - Under torch.compile, export, jit.trace, torch.func, forward-mode AD and for tensor subclasses :func:`lowered` is true and the
-  public function is a plain PyTorch expression, which those tools can fuse, differentiate, batch or shard.
+  public function is a plain PyTorch expression, which those tools can fuse, differentiate, batch or shard. For torch.compile
+  dropout, softmax with dropout and attention stay one opaque op each.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Kernel = Callable[..., Any]
 
 LIBRARY = torch.library.Library("pyckpt", "DEF")
 
-# dtype -> (code of csrc/cpu/kernels.h, dtype of statistics and of the arithmetic)
+# dtype -> (DType of csrc/arguments.h, dtype of statistics and of the arithmetic)
 DTYPES: dict[torch.dtype, tuple[int, torch.dtype]] = {
     torch.float32: (0, torch.float32),
     torch.bfloat16: (1, torch.float32),

@@ -11,7 +11,7 @@ from torch import Tensor
 from ._registry import DTYPES, is_sharded
 from .dropout import dropout_factors
 
-_MINUS_INFINITY = float("-inf")
+MINUS_INFINITY = float("-inf")
 
 
 class Options(NamedTuple):
@@ -30,7 +30,7 @@ def _scores(x: Tensor, mask: Tensor | None, options: Options) -> tuple[Tensor, T
     if mask is not None and mask.dtype == torch.bool:
         keep = mask
     elif mask is not None:
-        keep = mask != _MINUS_INFINITY
+        keep = mask != MINUS_INFINITY
         scores = scores + mask.to(scores.dtype).masked_fill(~keep, 0.0)
     if options.causal is not None:
         # A DTensor does not mix with plain tensors: it gives its own.
@@ -43,7 +43,7 @@ def _scores(x: Tensor, mask: Tensor | None, options: Options) -> tuple[Tensor, T
     if keep is None:
         return scores, None
     keep = keep.expand(x.shape)
-    return scores.masked_fill(~keep, _MINUS_INFINITY), keep.any(-1, keepdim=True)
+    return scores.masked_fill(~keep, MINUS_INFINITY), keep.any(-1, keepdim=True)
 
 
 def _probabilities(x: Tensor, mask: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,7 +93,7 @@ def _masked_product(p: Tensor, g: Tensor) -> Tensor:
     return (p * g).masked_fill(p == 0, 0.0)
 
 
-def _gradient(p: Tensor, g: Tensor, masked: bool, scale: float) -> Tensor:
+def gradient(p: Tensor, g: Tensor, masked: bool, scale: float) -> Tensor:
     """scale * p * (g - sum(p g)); the sum in float64, since its rounding reaches every element."""
     product = _masked_product if masked else torch.mul
     dot = product(p.double(), g.double()).sum(-1, keepdim=True).to(p.dtype)
@@ -103,7 +103,7 @@ def _gradient(p: Tensor, g: Tensor, masked: bool, scale: float) -> Tensor:
 def reference_bwd(grad: Tensor, y: Tensor, masked: bool, scale: float) -> Tensor:
     dtype = DTYPES[y.dtype][1]
     p, g = y.to(dtype), grad.to(dtype)
-    return _gradient(p, g, masked, scale).to(y.dtype).contiguous()
+    return gradient(p, g, masked, scale).to(y.dtype).contiguous()
 
 
 def reference_dropout_bwd(grad: Tensor, x: Tensor, mask: Tensor | None, *rest: Any) -> Tensor:
@@ -112,6 +112,4 @@ def reference_dropout_bwd(grad: Tensor, x: Tensor, mask: Tensor | None, *rest: A
     options = Options(*values)
     p = _probabilities(x, mask, options)[0]
     g = grad.to(p.dtype) * dropout_factors(p, options.seed, options.dropout_p)  # type: ignore[arg-type]
-    return (
-        _gradient(p, g, mask is not None or options.causal is not None, grad_scale).to(x.dtype).contiguous()
-    )
+    return gradient(p, g, mask is not None or options.causal is not None, grad_scale).to(x.dtype).contiguous()

@@ -1,7 +1,8 @@
 """GELU, SiLU and ReLU.
 
 Saved for backward: the input (ReLU: the output, as torch). The output is recomputed by the forward kernel.
-Double backward goes through torch's own differentiable backward formulas.
+Double backward differentiates the reference of the backward op: torch's own formula or, for SiLU and GELU by a sigmoid, one
+written out here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from .._records import regions
 from ._kernels import Kernels
-from ._native import CPU, check_grad, elementwise_view, resolved, strided
+from ._native import CPU, check_grad, elementwise_view, fake_like, resolved, strided
 from ._registry import (
     DTYPES,
     Function,
@@ -35,10 +36,6 @@ aten = torch.ops.aten
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(DTYPES[x.dtype][1])
-
-
-def _like(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x)
 
 
 def _like_second(grad: Tensor, x: Tensor, *_: Any) -> Tensor:
@@ -68,17 +65,19 @@ def _sigmoid_backward(grad: Tensor, x: Tensor, scale: float) -> Tensor:
     return (_wide(grad) * (s + scaled * (s * (1 - s)))).to(x.dtype)
 
 
-gelu_fwd = Op("gelu_fwd(Tensor x, str approximate) -> Tensor", fake=_like, reference=_gelu)
+gelu_fwd = Op("gelu_fwd(Tensor x, str approximate) -> Tensor", fake=fake_like, reference=_gelu)
 gelu_bwd = Op(
     "gelu_bwd(Tensor grad, Tensor x, str approximate) -> Tensor", fake=_like_second, reference=_gelu_backward
 )
-silu_fwd = Op("silu_fwd(Tensor x) -> Tensor", fake=_like, reference=lambda x: F.silu(_wide(x)).to(x.dtype))
+silu_fwd = Op(
+    "silu_fwd(Tensor x) -> Tensor", fake=fake_like, reference=lambda x: F.silu(_wide(x)).to(x.dtype)
+)
 silu_bwd = Op(
     "silu_bwd(Tensor grad, Tensor x) -> Tensor",
     fake=_like_second,
     reference=lambda grad, x: _sigmoid_backward(grad, x, 1.0),
 )
-relu_fwd = Op("relu_fwd(Tensor x) -> Tensor", fake=_like, reference=lambda x: torch.relu(x))
+relu_fwd = Op("relu_fwd(Tensor x) -> Tensor", fake=fake_like, reference=lambda x: torch.relu(x))
 relu_bwd = Op(
     "relu_bwd(Tensor grad, Tensor y) -> Tensor",
     fake=_like_second,
@@ -238,7 +237,7 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
     """
     if inplace or lowered(input):
         return by_torch(dtype_problem("relu", input), F.relu, input, inplace=inplace)
-    # In 32 bits both are copies, whatever the size. The bits are the same, so a region, where ours may keep less, can choose.
+    # In 32 and 64 bits both are copies, whatever the size. The bits are the same: a region, where ours may keep less, can choose.
     if not regions.stack and small(input, 2**17 if input.dtype.itemsize == 2 else sys.maxsize):
         return F.relu(input)
     return _apply(input, _RELU)

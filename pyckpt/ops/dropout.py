@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._kernels import Kernels
-from ._native import CPU, elementwise_view, resolved, strided
+from ._native import CPU, elementwise_view, fake_like, resolved, strided
 from ._registry import (
     DTYPES,
     Function,
@@ -70,12 +70,8 @@ def _reference(x: Tensor, seed: Tensor, p: float) -> Tensor:
     return (wide * dropout_factors(wide, seed, p)).to(x.dtype)
 
 
-def _like(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
 # Backward applies the same factors to the gradient: one op serves forward, recompute and every order of derivative.
-dropout_op = Op("dropout(Tensor x, Tensor seed, float p) -> Tensor", fake=_like, reference=_reference)
+dropout_op = Op("dropout(Tensor x, Tensor seed, float p) -> Tensor", fake=fake_like, reference=_reference)
 
 
 class DropoutFunction(Function):

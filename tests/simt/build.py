@@ -1,8 +1,9 @@
 """Compiles csrc/cuda/*.cu for the CPU: ``python -m tests.simt [fast] [check]``.
 
-The modules go to build/simt/<flavour>, where Ninja rebuilds what has changed. "fast" runs kernels; "check" also watches every
-access. Needs g++ (or the compiler in CXX), pybind11, Ninja, and CUDA's headers: those of a toolkit (CUDA_HOME, nvcc on PATH,
-/usr/local/cuda) or of the packages nvidia-cuda-runtime, nvidia-cuda-crt and nvidia-cuda-cccl. No GPU, no nvcc.
+The modules go to build/simt/<module>_<flavour>-<tag of this Python>, where Ninja rebuilds what has changed. "fast" runs kernels;
+"check" also watches every access. Needs g++ (or the compiler in CXX), pybind11, Ninja, and CUDA's headers: those of a toolkit
+(CUDA_HOME, CUDA_PATH, nvcc on PATH, /usr/local/cuda) or of the packages nvidia-cuda-runtime, nvidia-cuda-crt and
+nvidia-cuda-cccl. No GPU, no nvcc.
 """
 
 from __future__ import annotations

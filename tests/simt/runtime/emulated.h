@@ -42,13 +42,12 @@ struct Block {
 extern Thread* self;
 extern Block block;
 
-enum class Barrier { plain, count, all, any };
 enum class Collective : unsigned { shuffle, vote, sync, mma, ldmatrix };
 enum class Access : unsigned { read, write, atomic };
 // Computes a collective for the whole warp, from and into the arguments of its members.
 using WarpFunction = void (*)(void** arguments, unsigned members);
 
-int barrier(Barrier kind, int predicate, Site site);
+void barrier(Site site);
 // `aligned`: the instruction needs all lanes that the warp has.
 void collective(unsigned mask, Collective kind, void* argument, WarpFunction function, bool aligned, Site site);
 void shuffle_from_inactive(int lane, int source, Site site);
@@ -86,9 +85,6 @@ T shuffle(unsigned mask, T value, int source, Site site) {
   return mine.out;
 }
 inline int segment(int width) { return int(self->lane) & ~(width - 1); }
-inline int within(int source, int width) {
-  return source >= segment(width) && source < segment(width) + width ? source : int(self->lane);
-}
 
 // Fibers are not interrupted, so a plain read-modify-write is atomic.
 template <class T, class F>
@@ -113,34 +109,18 @@ To same_bits(From from) {
 #define gridDim (::simt::block.grid)
 
 // Barriers
-inline void __syncthreads(SIMT_SITE) { simt::barrier(simt::Barrier::plain, 0, site); }
-inline int __syncthreads_count(int predicate, SIMT_SITE) { return simt::barrier(simt::Barrier::count, predicate, site); }
-inline int __syncthreads_and(int predicate, SIMT_SITE) { return simt::barrier(simt::Barrier::all, predicate, site); }
-inline int __syncthreads_or(int predicate, SIMT_SITE) { return simt::barrier(simt::Barrier::any, predicate, site); }
+inline void __syncthreads(SIMT_SITE) { simt::barrier(site); }
 inline void __syncwarp(unsigned mask = 0xffffffffu, SIMT_SITE) {
   simt::collective(mask, simt::Collective::sync, nullptr, [](void**, unsigned) {}, false, site);
 }
 inline void __threadfence() { simt::fence(); }
-inline void __threadfence_block() {}
 inline void __trap(SIMT_SITE) { simt::trap(site); }
 
 // Shuffles and votes
 template <class T>
-T __shfl_sync(unsigned mask, T value, int source, int width = 32, SIMT_SITE) {
-  return simt::shuffle(mask, value, simt::segment(width) + (source & (width - 1)), site);
-}
-template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, SIMT_SITE) {
   const int source = int(simt::self->lane) ^ bits;  // towards lower segments is allowed
   return simt::shuffle(mask, value, source < simt::segment(width) + width ? source : int(simt::self->lane), site);
-}
-template <class T>
-T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, SIMT_SITE) {
-  return simt::shuffle(mask, value, simt::within(int(simt::self->lane + delta), width), site);
-}
-template <class T>
-T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, SIMT_SITE) {
-  return simt::shuffle(mask, value, simt::within(int(simt::self->lane) - int(delta), width), site);
 }
 inline unsigned __ballot_sync(unsigned mask, int predicate, SIMT_SITE) {
   struct Vote {
@@ -160,76 +140,20 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, SIMT_SITE) {
   return mine.result;
 }
 inline int __any_sync(unsigned mask, int predicate, SIMT_SITE) { return __ballot_sync(mask, predicate, site) != 0; }
-inline int __all_sync(unsigned mask, int predicate, SIMT_SITE) { return __ballot_sync(mask, !predicate, site) == 0; }
 
 // Atomics
 template <class T>
 T atomicAdd(T* address, T value) {
   return simt::atomically(address, [=](T before) { return T(before + value); });
 }
-template <class T>
-T atomicMax(T* address, T value) {
-  return simt::atomically(address, [=](T before) { return std::max(before, value); });
-}
-template <class T>
-T atomicMin(T* address, T value) {
-  return simt::atomically(address, [=](T before) { return std::min(before, value); });
-}
-template <class T>
-T atomicExch(T* address, T value) {
-  return simt::atomically(address, [=](T) { return value; });
-}
-template <class T>
-T atomicOr(T* address, T value) {
-  return simt::atomically(address, [=](T before) { return T(before | value); });
-}
-template <class T>
-T atomicAnd(T* address, T value) {
-  return simt::atomically(address, [=](T before) { return T(before & value); });
-}
-template <class T>
-T atomicCAS(T* address, T expected, T value) {
-  return simt::atomically(address, [=](T before) { return before == expected ? value : before; });
-}
 
-// Loads and stores with a cache policy
-template <class T>
-T __ldg(const T* address) {
-  return *address;
-}
-template <class T>
-T __ldcg(const T* address) {
-  return *address;
-}
-template <class T>
-T __ldcs(const T* address) {
-  return *address;
-}
+// Stores with a cache policy
 template <class T>
 void __stcg(T* address, T value) {
   *address = value;
 }
-template <class T>
-void __stcs(T* address, T value) {
-  *address = value;
-}
 
 // Intrinsics. Those that are approximations on a GPU are exact here: results differ in the last bits.
-inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
-inline int __ffs(int x) { return __builtin_ffs(x); }
-inline unsigned __float_as_uint(float x) { return simt::same_bits<unsigned>(x); }
-inline int __float_as_int(float x) { return simt::same_bits<int>(x); }
 inline float __uint_as_float(unsigned x) { return simt::same_bits<float>(x); }
-inline float __int_as_float(int x) { return simt::same_bits<float>(x); }
-inline float __expf(float x) { return std::exp(x); }
-inline float __logf(float x) { return std::log(x); }
-inline float __frcp_rn(float x) { return 1.0f / x; }
-inline float __fdividef(float a, float b) { return a / b; }
-inline float __fsqrt_rn(float x) { return std::sqrt(x); }
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float rsqrtf(float x) { return float(1.0 / std::sqrt(double(x))); }
-inline double rsqrt(double x) { return 1.0 / std::sqrt(x); }
-using std::max;
 using std::min;

@@ -30,8 +30,6 @@ void launch(void (*kernel)(P...), Grid grid, dim3 block, size_t shared_bytes, St
   run({apply, &parameters, sizeof parameters, reinterpret_cast<const void*>(kernel)}, grid.blocks, block, shared_bytes, stream);
 }
 
-int multiprocessors(int device);
-
 // The arrays lie apart, with red zones between, and never where the launch's bytes do not reach.
 void* take_shared(unsigned index, size_t bytes, Site site);
 class SharedMemory {

@@ -15,8 +15,6 @@ void bind_cuda(py::module_& m);
 namespace simt {
 namespace {
 
-int multiprocessor_count = 4;
-
 void set_order_by_name(const std::string& name, unsigned seed) {
   const Order order = name == "forward"   ? Order::forward
                       : name == "reverse" ? Order::reverse
@@ -36,9 +34,6 @@ py::dict take_statistics() {
 }
 
 }  // namespace
-
-int multiprocessors(int) { return multiprocessor_count; }
-
 }  // namespace simt
 
 PYBIND11_MODULE(SIMT_MODULE, m) {
@@ -49,7 +44,6 @@ PYBIND11_MODULE(SIMT_MODULE, m) {
   control.attr("checks") = bool(SIMT_CHECK);
   control.def("order", &set_order_by_name, py::arg("order"), py::arg("seed") = 0,
               "Order of blocks, warps and lanes of the launches that follow.");
-  control.def("multiprocessors", [](int count) { multiprocessor_count = count; }, "How many the device has.");
   control.def("allow", &shadow::allow, py::arg("address"), py::arg("bytes"), py::arg("name"), py::arg("writable"),
               py::arg("initialised"), "Memory that kernels may use.");
   control.def("forget", &shadow::forget, "Takes back what was allowed.");

@@ -32,9 +32,7 @@ struct Fiber {
   Thread thread;
   Context context;
   State state = State::done;
-  Site site{};  // of the barrier or collective it waits in
-  Barrier kind = Barrier::plain;
-  int predicate = 0, result = 0;
+  Site site{};         // of the barrier or collective it waits in
   uintptr_t path = 0;  // through which calls it came to the barrier
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;

@@ -96,12 +96,9 @@ uintptr_t call_path(void* frame) {
 
 void release_barrier() {
   ++statistics.barriers;
-  int count = 0, all = 1;
   const Fiber* first = nullptr;
   for (const Fiber& fiber : fibers) {
     if (fiber.state != State::barrier) continue;
-    count += fiber.predicate != 0;
-    all &= fiber.predicate != 0;
     if (!first) first = &fiber;
     if (fiber.path != first->path || fiber.site.line != first->site.line || std::strcmp(fiber.site.file, first->site.file) != 0)
       report("[divergence] %s: threads wait at different barriers: thread %u at %s:%d, thread %u at %s:%d", block_name().c_str(),
@@ -110,11 +107,8 @@ void release_barrier() {
   if (alive < fibers.size())
     report("[divergence] %s: only %u of %zu threads come to the barrier at %s:%d, the others have ended", block_name().c_str(),
            alive, fibers.size(), first->site.file, first->site.line);
-  for (Fiber& fiber : fibers) {
-    if (fiber.state != State::barrier) continue;
-    fiber.result = fiber.kind == Barrier::count ? count : fiber.kind == Barrier::all ? all : count != 0;
-    wake(fiber);
-  }
+  for (Fiber& fiber : fibers)
+    if (fiber.state == State::barrier) wake(fiber);
   passed.insert({first->site.file, first->site.line});
   at_barrier = 0;
   for (Warp& warp : warps) warp.epoch = 0;
@@ -268,18 +262,15 @@ std::vector<std::pair<std::string, int>> take_passed() {
   return result;
 }
 
-int barrier(Barrier kind, int predicate, Site site) {
-  if (kind == Barrier::plain && is_left_out(site)) return 0;
+void barrier(Site site) {
+  if (is_left_out(site)) return;
   Fiber& fiber = fibers[current];
-  fiber.kind = kind;
-  fiber.predicate = predicate;
   fiber.path = call_path(__builtin_frame_address(0));
   wait(fiber, State::barrier, site);
   if (++at_barrier == alive)
     release_barrier();
   else
     suspend();
-  return fiber.result;
 }
 
 void collective(unsigned mask, Collective kind, void* argument, WarpFunction function, bool aligned, Site site) {

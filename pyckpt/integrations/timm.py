@@ -1,0 +1,157 @@
+"""timm: the modules with a ``fused_attn`` switch (``Attention``, and those of Swin, BEiT, EVA, MaxViT...).
+
+:func:`pyckpt.convert` turns the switch on, and there pyckpt's attention serves the calls for which torch's
+scaled_dot_product_attention would store the weights: with dropout, or with a mask that requires grad (a learned bias of relative
+positions). Both branches of such a module compute the same function by timm's own account; masks of dropout differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops.attention import attention, has_kernels
+
+_MARK = "_pyckpt_fused_attn"  # on a converted module: its class and its switch before
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's function; by :func:`pyckpt.functional.attention` where torch's would keep the weights for backward."""
+    traced = torch.overrides.has_torch_function((query, key, value))
+    learned = attn_mask is not None and not traced and attn_mask.requires_grad and torch.is_grad_enabled()
+    function = attention if not traced and (dropout_p > 0 or learned) else F.scaled_dot_product_attention
+    return function(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+class _Instead:
+    """A module of which some names mean something else."""
+
+    def __init__(self, module: types.ModuleType, **names: Any) -> None:
+        vars(self).update(names, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_module"], name)
+
+
+_functional = _Instead(F, scaled_dot_product_attention=scaled_dot_product_attention)
+_nn = _Instead(nn, functional=_functional)
+# However a method spells it: F.name, nn.functional.name, torch.nn.functional.name, or the name alone.
+_NAMES = {F: _functional, nn: _nn, torch: _Instead(torch, nn=_nn)}
+_NAMES[F.scaled_dot_product_attention] = scaled_dot_product_attention
+
+
+def _calls(function: Any) -> bool:
+    return (
+        isinstance(function, types.FunctionType)
+        and "scaled_dot_product_attention" in function.__code__.co_names
+    )
+
+
+def _served(function: types.FunctionType) -> types.FunctionType:
+    """The same code, in which scaled_dot_product_attention is the one above."""
+    known = {
+        key: _NAMES[value]
+        for key, value in function.__globals__.items()
+        if isinstance(value, _KINDS) and value in _NAMES
+    }
+    copy = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **known},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    return functools.update_wrapper(copy, function)
+
+
+_KINDS = (types.ModuleType, types.BuiltinFunctionType)
+
+
+@functools.cache
+def _class_of(original: type[nn.Module]) -> type[nn.Module] | None:
+    """A subclass that attends by pyckpt; None where no method of timm's calls scaled_dot_product_attention."""
+    methods = {
+        name: method
+        for cls in reversed(original.__mro__)
+        if cls.__module__.startswith("timm.")
+        for name, method in vars(cls).items()
+    }
+    served = {name: _served(method) for name, method in methods.items() if _calls(method)}
+    if not served:
+        return None
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        # By the class that timm has: this one is made where it is needed, and no name leads to it.
+        _, _, *rest = super(made, self).__reduce_ex__(protocol)
+        return _empty, (original,), *rest
+
+    names = {
+        **served,
+        "__reduce_ex__": reduce,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+    }
+    made = type(original.__name__, (original,), names)
+    return made
+
+
+def _empty(original: type[nn.Module]) -> nn.Module:
+    cls = _class_of(original) or original
+    return cls.__new__(cls)
+
+
+def convert_attention(root: nn.Module) -> None:
+    """Does so in each module that lies where attention has kernels for every call, and that has no forward of its own."""
+    for module in root.modules():
+        cls, state = type(module), vars(module)
+        if (
+            not isinstance(state.get("fused_attn"), bool)
+            or not cls.__module__.startswith("timm.")
+            or _MARK in state
+        ):
+            continue
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        made = _class_of(cls) if "forward" not in state and has_kernels(device) else None
+        if made is not None:
+            state[_MARK] = (cls, state["fused_attn"])
+            state["fused_attn"] = True
+            module.__class__ = made
+
+
+def revert_attention(root: nn.Module) -> None:
+    for path, module in root.named_modules():
+        if _MARK not in vars(module):
+            continue
+        original, switch = vars(module)[_MARK]
+        if type(module) is not _class_of(original):
+            text = f"pyckpt.revert: {path} was converted, then became a {type(module).__name__}. It is left so; undo that first."
+            warnings.warn(text, stacklevel=3)
+            continue
+        module.__class__ = original
+        vars(module)["fused_attn"] = switch
+        del vars(module)[_MARK]
+
+
+def converted_attention(root: nn.Module) -> dict[str, str]:
+    """Each converted switch -> what the module ran before."""
+    before = {False: "weights stored", True: "scaled_dot_product_attention"}
+    return {
+        f"{path}.fused_attn".lstrip("."): before[vars(module)[_MARK][1]]
+        for path, module in root.named_modules()
+        if _MARK in vars(module)
+    }
