@@ -16,12 +16,17 @@ from .ops._registry import is_sharded
 from .rules import FROM_LOCAL, Unavailable
 
 
-def rebuilds_the_bits(source: Source, whole: Tensor) -> bool:
-    """Whether the source gives `whole`. A built-in rule that does not is warned of; a user's raises RecomputeError."""
+def rebuilds_the_bits(source: Source, whole: Tensor) -> bool | None:
+    """Whether the source gives `whole`; None: it does not, perhaps because what it reads has changed since. A built-in rule that
+    does not is warned of; a user's raises RecomputeError."""
     rule = source.rule
     try:
         rebuilt = _rebuilt(source)
+    except torch.OutOfMemoryError:  # which says nothing of the rule
+        raise
     except Exception as error:
+        if source.unsure and isinstance(error, RecomputeError):
+            return None
         if rule.built_in:
             _warn_of_rule(source, whole, f"failed ({error})")
             return False
@@ -36,6 +41,8 @@ def rebuilds_the_bits(source: Source, whole: Tensor) -> bool:
         problem = f"returned {tuple(rebuilt.shape)}, {rebuilt.dtype} where the forward made {made}"
     elif _same_bits(rebuilt, whole):
         return True
+    elif source.unsure:
+        return None
     else:
         problem = f"does not give the bits that the forward made ({made})"
     if rule.built_in:
@@ -45,15 +52,6 @@ def rebuilds_the_bits(source: Source, whole: Tensor) -> bool:
         f"the recompute rule of {_place(source)} {problem}. It must return the forward's output, computed by the same operations "
         "in the same order"
     )
-
-
-def is_up_to_date(source: Source, whole: Tensor) -> bool:
-    """Whether the source still gives `whole`, though it reads something that may have changed since."""
-    try:
-        rebuilt = _rebuilt(source)
-    except RuntimeError:
-        return False
-    return rebuilt.shape == whole.shape and _same_bits(rebuilt, whole)
 
 
 def _without_modes() -> contextlib.AbstractContextManager[None]:

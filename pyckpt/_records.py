@@ -62,7 +62,7 @@ class Source:
             "products",
             "readers",
         ),
-        *("reads_leaf", "rule", "saved", "shape", "stream", "stride", "unsure", "value", "waiting"),
+        *("dtype", "reads_leaf", "rule", "saved", "shape", "stream", "stride", "unsure", "value", "waiting"),
     )
 
     # (id of node, number of output) -> source, so that all savers of one tensor share it. A source holds its node, which keeps
@@ -74,6 +74,7 @@ class Source:
     ):
         self.node = node
         self.shape: tuple[int, ...] = output.shape
+        self.dtype: torch.dtype = output.dtype
         self.rule = rule
         self.function = function
         self.operands = operands  # records, or constants
@@ -130,7 +131,7 @@ class Source:
             return held.lend() if type(held) is Outer else unpack(held)
         value = self.value
         if value is not None:
-            return value if self.stream is None else self._on_this_stream(value)
+            return value if self.stream is None else _on_this_stream(value, *self.stream)
         if memo is None:
             memo = {}
         elif self.key in memo:
@@ -141,6 +142,10 @@ class Source:
         # Not of the first use's check, which is in forward.
         for watcher in watchers if watchers and self.saved and _task_id() >= 0 else ():
             watcher.rebuilt(self, value.nbytes, time.perf_counter() - start)
+        if self.rule.built_in and value.dtype is not self.dtype:
+            value = value.to(
+                self.dtype
+            )  # it was computed in place, in a tensor that is narrower than an operand
         stride = self.stride
         if stride is not None and value.stride() != stride:
             value = value.new_empty_strided(value.shape, stride).copy_(value)
@@ -148,9 +153,7 @@ class Source:
             if self.readers > 1:
                 memo[self.key] = value
         elif _drop_after_backward(self):
-            if value.is_cuda:
-                stream = torch.cuda.current_stream(value.device)
-                self.stream = (stream, stream.record_event())
+            self.stream = _mark(value)
             self.value = value
         return value
 
@@ -184,14 +187,6 @@ class Source:
             )
         return tensor
 
-    def _on_this_stream(self, value: Tensor) -> Tensor:
-        stream, event = self.stream
-        current = torch.cuda.current_stream(value.device)
-        if current != stream:
-            current.wait_event(event)
-            value.record_stream(current)
-        return value
-
     def drop(self) -> None:
         self.value = self.stream = None
 
@@ -206,6 +201,22 @@ class Source:
                     seen.add(record.source.key)
                     waiting.append(record.source)
         return total
+
+
+def _mark(value: Tensor) -> Any:
+    """The stream that made a value which others may ask for, and the event that says when; None on a CPU."""
+    if not value.is_cuda:
+        return None
+    stream = torch.cuda.current_stream(value.device)
+    return stream, stream.record_event()
+
+
+def _on_this_stream(value: Tensor, stream: torch.cuda.Stream, made: torch.cuda.Event) -> Tensor:
+    current = torch.cuda.current_stream(value.device)
+    if current != stream:
+        current.wait_event(made)
+        value.record_stream(current)
+    return value
 
 
 class Recipe:
@@ -262,7 +273,7 @@ class Outer:
     """A tensor packed by the hooks below ours. They are asked for it once a backward, whoever needs it first: a checkpoint gives
     each tensor once only."""
 
-    __slots__ = ("__weakref__", "lock", "packed", "shape", "unpack", "value")
+    __slots__ = ("__weakref__", "lock", "packed", "shape", "stream", "unpack", "value")
 
     def __init__(self, shape: tuple[int, ...], packed: Any, unpack: Callable[[Any], Tensor]):
         self.shape = shape
@@ -270,25 +281,32 @@ class Outer:
         self.unpack = unpack
         self.lock = threading.Lock()
         self.value: Tensor | None = None
+        self.stream: Any = None
 
     def lend(self) -> Tensor:
         """To a source; the node that saved the tensor will want it too."""
         with self.lock:
-            if self.value is not None:
-                return self.value
-            value = self.unpack(self.packed)
-            if _drop_after_backward(self):
-                self.value = value
+            value = self._held()
+            if value is None:
+                value = self.unpack(self.packed)
+                if _drop_after_backward(self):
+                    self.stream = _mark(value)
+                    self.value = value
             return value
 
     def take(self) -> Tensor:
         """To the node that saved the tensor, which runs after all readers of its output: the last to ask."""
         with self.lock:
-            value, self.value = self.value, None
+            value = self._held()
+            self.drop()
             return self.unpack(self.packed) if value is None else value
 
+    def _held(self) -> Tensor | None:
+        value = self.value
+        return value if value is None or self.stream is None else _on_this_stream(value, *self.stream)
+
     def drop(self) -> None:
-        self.value = None
+        self.value = self.stream = None
 
 
 def unpack(record: Any) -> Tensor:

@@ -175,7 +175,7 @@ def _index(node: Any, output: Output, edge: Edge) -> Captured:
 
 @rule("SumBackward1", lambda node, operands: math.prod(shape_of(operands[0])))
 def _sum(node: Any, output: Output, edge: Edge) -> Captured:
-    dims = [_integer(d) for d in node._saved_dim]
+    dims = None if node._saved_dim is None else [_integer(d) for d in node._saved_dim]
     return partial(torch.sum, dim=dims, keepdim=node._saved_keepdim, dtype=output.dtype), (edge(0),)
 
 

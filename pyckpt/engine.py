@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _rules_matrix, _rules_torch, backends  # noqa: F401  # their rules
-from ._checks import check_sharding, is_up_to_date, rebuilds_the_bits, warn_once
+from ._checks import check_sharding, rebuilds_the_bits, warn_once
 from ._levels import LEVELS, check_products, hold, products_of, reads_of
 from ._records import (
     Leaf,
@@ -59,8 +59,8 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 _SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
-# Whether recipes of a kind gave the bits of the tensor they replace.
-_verdicts: dict[tuple[Any, ...], bool] = {}
+# Of each kind of recipe, how often it was used; 0: it does not give the bits of the tensor that it replaces.
+_uses: dict[tuple[Any, ...], int] = {}
 
 
 class Region:
@@ -88,7 +88,13 @@ class Region:
         node = tensor.grad_fn
         if node is None:
             return (tensor, tensor._version) if self.below is None else self.keep(tensor)
-        recipe = self._attempt(tensor, node)
+        try:
+            recipe = self._attempt(tensor, node)
+        except Unavailable:
+            recipe = None
+            self.kept += 1
+            for watcher in watchers:
+                watcher.fell_back(tensor.nbytes)
         if recipe is not None:
             self.rebuilt += 1
             if self.products == "mlp" and recipe.source.products and _computes(recipe.source).rule.matrix:
@@ -97,12 +103,14 @@ class Region:
             return recipe
         if self.below is not None:
             return self.keep(tensor)
-        if may_save_its_output(type(node)):
+        if may_save_its_output(type(node)) or (tensor._base is not None and tensor._base._version):
             # A node that held its own output would be a cycle that no collector sees: an alias without history does as well.
+            # (Of a view, a change in place may have been another node's.)
             return tensor.detach(), tensor._version
         return tensor, tensor._version
 
     def _attempt(self, tensor: Tensor, node: Any) -> Recipe | None:
+        """None where a recipe is not worth its while; raises Unavailable where there is none."""
         whole = tensor
         if tensor._base is not None:
             whole = tensor._base
@@ -114,13 +122,7 @@ class Region:
             or not (type(tensor) is Tensor or is_sharded(tensor))
         ):
             return None
-        try:
-            return self.recipe(tensor, whole, node)
-        except Unavailable:
-            self.kept += 1
-            for watcher in watchers:
-                watcher.fell_back(tensor.nbytes)
-            return None
+        return self.recipe(tensor, whole, node)
 
     def keep(self, tensor: Tensor) -> Any:
         """For the hooks below."""
@@ -153,11 +155,14 @@ class Region:
             source.stride = whole.stride()
             source.saved = True
         # Hooks below may permit a change after the save, as those that copy do.
-        return Recipe(source, tensor if self.below is None else None, geometry)
+        return Recipe(source, whole if self.below is None else None, geometry)
 
     def can_rebuild(self, tensor: Tensor) -> bool:
         """Whether the region would rebuild this tensor, were it saved now."""
-        return tensor.grad_fn is not None and self._attempt(tensor, tensor.grad_fn) is not None
+        try:
+            return tensor.grad_fn is not None and self._attempt(tensor, tensor.grad_fn) is not None
+        except Unavailable:
+            return False
 
     def _source(self, node: Any, output: Output, direct: bool) -> Source:
         """`direct`: what is asked for is saved, as it is or seen through views; else it is on the way to what is saved."""
@@ -175,7 +180,9 @@ class Region:
             function, operands = rule.capture(
                 node, output, functools.partial(self._edge, node, direct and rule.view)
             )
-        except AttributeError as error:
+        except Unavailable:
+            raise
+        except Exception as error:  # of what a node keeps, which no version of PyTorch documents
             warn_once(
                 f"pyckpt.recompute: the rule of {rule.name} does not fit PyTorch {torch.__version__} ({error})"
             )
@@ -233,15 +240,20 @@ class Region:
             if not rule.same_call or source.reads_leaf:
                 raise Unavailable("{} cannot be checked under other saved-tensor hooks", source.node)
             return
-        if source.unsure and not is_up_to_date(source, whole):
-            raise Unavailable("what it reads has changed since")
         kinds = tuple(map(_kind, source.operands))
         kind = (rule, whole.dtype, whole.shape[-1:], whole.is_contiguous(), whole.device, kinds)
-        verdict = None if self.verify else _verdicts.get(kind)
-        if verdict is None:
-            verdict = _verdicts[kind] = rebuilds_the_bits(source, whole)
-        if not verdict:
-            raise Unavailable("its rule does not give the same bits here")
+        used = _uses.get(kind, -1)
+        if used < 0 or self.verify or source.unsure or not used & (used - 1):
+            # At the first use, when weights may be ones and zeros, and again at the 2nd, 4th, 8th...
+            same = used != 0 and rebuilds_the_bits(source, whole)
+            if same is None:
+                raise Unavailable("what it reads has changed since")
+            if not same:
+                _uses[kind] = 0
+                raise Unavailable("its rule does not give the same bits here")
+            if not whole.numel():
+                return  # which proves nothing
+        _uses[kind] = max(used, 0) + 1
 
 
 def _computes(source: Source) -> Source:
@@ -256,7 +268,7 @@ def _kind(record: Any) -> Any:
         return record[0].dtype, record[0].is_contiguous()
     if type(record) is Leaf:
         return record.tensor.dtype, record.tensor.is_contiguous()
-    return record.source.rule if type(record) is Recipe else type(record)
+    return (record.source.rule, record.source.dtype) if type(record) is Recipe else type(record)
 
 
 def enter(

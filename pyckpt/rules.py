@@ -136,6 +136,14 @@ def record(raw: Any) -> Any:
     raise Unavailable("its producer ran outside the region, or under hooks of its own")
 
 
+def records_of(node: Any) -> list[Any]:
+    """Of what an autograd Function has saved."""
+    if node._sequence_nr() + 1 == torch._C._autograd._get_sequence_nr():
+        # The newest node: it is itself that saves, not all of it yet, and its own output is among it.
+        raise Unavailable("{} keeps its output itself", node)
+    return [record(raw) for raw in node._raw_saved_tensors]
+
+
 def elements(node: Any) -> int:
     return sum(math.prod(meta.shape) for meta in node._input_metadata)
 
@@ -184,8 +192,7 @@ def _register(
     def capture(node: Any, output: Output, edge: Edge) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         if not only_if(node):
             raise Unavailable("its producer keeps it, or too little to rebuild it")
-        operands = [record(raw) for raw in node._raw_saved_tensors]
-        operands += [edge(index) for index in inputs]
+        operands = [*records_of(node), *map(edge, inputs)]
         if len(node._input_metadata) == 1:
             return partial(rebuild, node), tuple(operands)
         return (lambda *values: rebuild(node, *values)[output.number]), tuple(operands)
@@ -212,8 +219,7 @@ def _kept_output(node: Any, output: Output, edge: Edge) -> tuple[Callable[..., T
     """Of a node that keeps its output itself: that, so that what saves the output or a copy of it keeps nothing."""
     if output.number:
         raise Unavailable("only the first output can be rebuilt")
-    kept = node._raw_saved_tensors[AttentionFunction.OUTPUT]
-    return partial(AttentionFunction.recompute, node), (record(kept),)
+    return partial(AttentionFunction.recompute, node), (records_of(node)[AttentionFunction.OUTPUT],)
 
 
 _FUNCTIONS[AttentionFunction] = Rule("AttentionFunction", _kept_output, lambda node, operands: 0)

@@ -56,7 +56,7 @@ def one_thread():
 @pytest.fixture
 def unlearned(monkeypatch):
     """The recompute engine as in a new process: nothing checked yet, no warning given."""
-    monkeypatch.setattr(engine, "_verdicts", {})
+    monkeypatch.setattr(engine, "_uses", {})
     monkeypatch.setattr(_checks, "warned", set())
 
 

@@ -197,6 +197,33 @@ def long_residual_stream(context):
     return torch.autograd.grad(loss, [x, gates[0]])
 
 
+def sum_over_all(context, x, weight):
+    with context:
+        y = F.gelu(x)
+        return [torch.autograd.grad(((y + y.sum(dim=None, keepdim=True)) @ weight).sum(), [weight])[0]]
+
+
+def promoted_in_place(context, x, weight):
+    """A sum in place stays in the dtype of its first operand, also where a sum of one dtype has been seen before."""
+    x, weight = x.bfloat16(), weight.bfloat16().detach().requires_grad_()
+    wide = torch.randn(32, 32, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    result = []
+    for _ in range(2):
+        with context:
+            a = ((x * 2 + x) + x) @ weight
+            h = x * 2
+            h += wide
+            b = (h + x).sin() @ weight
+        result += torch.autograd.grad((a + b).float().sum(), [weight])
+    return result
+
+
+@pytest.mark.parametrize("function", [sum_over_all, promoted_in_place])
+def test_operands_of_sums(function):
+    x, weight = (torch.randn(32, 32, requires_grad=True) for _ in range(2))
+    assert_same(function(region(), x, weight), function(region(False), x, weight))
+
+
 @pytest.mark.parametrize("function", [recurrent_cell, long_residual_stream])
 def test_long_chains(function):
     check(function)

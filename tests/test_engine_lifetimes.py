@@ -38,6 +38,23 @@ def test_dropped_graph_is_freed_at_once():
         assert allocated() - before < 0.02 * kept
 
 
+def test_output_in_place_of_a_view_is_no_cycle():
+    """Its node saves the view, whose own node is another: it would hold itself all the same."""
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def forward():
+        with recompute():
+            h = x * 2
+            h[:, :16].sigmoid_()
+
+    forward()
+    with no_collection():
+        before = allocated()
+        for _ in range(8):
+            forward()
+        assert allocated() - before < x.nbytes
+
+
 def test_backward_frees_as_it_goes():
     """Alive at any one time in backward: one block's rebuilt tensors, not all of them."""
     model = blocks(8, 64)

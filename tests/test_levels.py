@@ -32,6 +32,13 @@ from tests._levels import (
 pytestmark = pytest.mark.usefixtures("unlearned")
 
 
+@pytest.fixture
+def nothing_left():
+    known = set(Source.known)
+    yield
+    assert Source.known.keys() <= known
+
+
 # Per token and layer, in units of width^2: a product of (n, k) by (k, m) and its two gradients are 3 k m.
 @pytest.mark.parametrize(
     ("block", "kwargs", "extra"),
@@ -45,6 +52,7 @@ pytestmark = pytest.mark.usefixtures("unlearned")
     ids=["gpt2", "llama", "llama with one gate-up product"],
 )
 @pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.usefixtures("nothing_left")
 def test_products(block, kwargs, extra, converted):
     """Exactly the products of the table, and the bits of the model without the engine."""
     model = stack(block, **kwargs)
@@ -55,7 +63,6 @@ def test_products(block, kwargs, extra, converted):
     for level in LEVELS:
         assert_same(step(model, x, level), expected)
         assert flops(lambda level=level: step(model, x, level)) == round((1 + extra[level]) * plain)
-    assert not Source.known
 
 
 @pytest.mark.parametrize("kind", ["bf16", "autocast"])
@@ -205,6 +212,7 @@ def test_frozen_weights(converted):
 
 
 @pytest.mark.filterwarnings("ignore:pyckpt.recompute. nothing in this region")
+@pytest.mark.usefixtures("nothing_left")
 def test_linear_probing_rebuilds_nothing():
     model = stack().requires_grad_(False)
     head = nn.Linear(WIDTH, 8)
@@ -212,7 +220,6 @@ def test_linear_probing_rebuilds_nothing():
     run = lambda level: _in_region(level, lambda: head(model(x)).square().mean()).backward()  # noqa: E731
     for level in LEVELS:
         assert flops(lambda level=level: run(level)) == flops(lambda: run(None))
-    assert not Source.known
 
 
 @pytest.mark.parametrize("level", ["mlp", "linear"])
@@ -247,6 +254,7 @@ def test_offloaded(level):
     assert flops(lambda: run(level)) > flops(lambda: run(None))
 
 
+@pytest.mark.usefixtures("nothing_left")
 def test_uses_of_the_graph():
     """retain_graph, the gradient of a part, double backward, several forwards."""
     model, x = pyckpt.convert(stack(), recompute=False), sample()
@@ -272,7 +280,6 @@ def test_uses_of_the_graph():
 
     for level in LEVELS:
         assert_same(twice(level), twice(None))
-    assert not Source.known
 
 
 @pytest.mark.parametrize("level", ["mlp", "linear"])

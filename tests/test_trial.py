@@ -185,6 +185,14 @@ def test_monitor(caplog):
     assert monitor.total.recomputed == 8
 
 
+def test_a_question_is_not_counted():
+    """ReLU asks whether its input could be rebuilt, to choose what it saves: its output here, which the next layer saves too."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), pyckpt.nn.ReLU(), nn.Conv2d(8, 8, 3))
+    with Monitor() as monitor, recompute():
+        model(torch.randn(2, 3, 32, 32))
+    assert monitor.counts.kept == 2
+
+
 def test_monitor_changes_no_gradient():
     model, x = blocks(2), torch.randn(64, 32)
     expected = gradients(model, lambda: model(x).square().mean())

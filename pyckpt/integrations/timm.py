@@ -51,8 +51,12 @@ class _Instead:
 _functional = _Instead(F, scaled_dot_product_attention=scaled_dot_product_attention)
 _nn = _Instead(nn, functional=_functional)
 # However a method spells it: F.name, nn.functional.name, torch.nn.functional.name, or the name alone.
-_NAMES = {F: _functional, nn: _nn, torch: _Instead(torch, nn=_nn)}
-_NAMES[F.scaled_dot_product_attention] = scaled_dot_product_attention
+_NAMES: dict[int, Any] = {
+    id(F): _functional,
+    id(nn): _nn,
+    id(torch): _Instead(torch, nn=_nn),
+    id(F.scaled_dot_product_attention): scaled_dot_product_attention,
+}
 
 
 def _calls(function: Any) -> bool:
@@ -64,26 +68,16 @@ def _calls(function: Any) -> bool:
 
 def _served(function: types.FunctionType) -> types.FunctionType:
     """The same code, in which scaled_dot_product_attention is the one above."""
-    known = {
-        key: _NAMES[value]
-        for key, value in function.__globals__.items()
-        if isinstance(value, _KINDS) and value in _NAMES
-    }
+    names = {name: _NAMES.get(id(value), value) for name, value in function.__globals__.items()}
     copy = types.FunctionType(
-        function.__code__,
-        {**function.__globals__, **known},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )
-    return functools.update_wrapper(copy, function)
-
-
-_KINDS = (types.ModuleType, types.BuiltinFunctionType)
+    functools.update_wrapper(copy, function)
+    return copy
 
 
 @functools.cache
-def _class_of(original: type[nn.Module]) -> type[nn.Module] | None:
+def _class_of(original: Any) -> type[nn.Module] | None:
     """A subclass that attends by pyckpt; None where no method of timm's calls scaled_dot_product_attention."""
     methods = {
         name: method
@@ -97,7 +91,7 @@ def _class_of(original: type[nn.Module]) -> type[nn.Module] | None:
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         # By the class that timm has: this one is made where it is needed, and no name leads to it.
-        _, _, *rest = super(made, self).__reduce_ex__(protocol)
+        _, _, *rest = original.__reduce_ex__(self, protocol)
         return _empty, (original,), *rest
 
     names = {
@@ -110,7 +104,7 @@ def _class_of(original: type[nn.Module]) -> type[nn.Module] | None:
     return made
 
 
-def _empty(original: type[nn.Module]) -> nn.Module:
+def _empty(original: Any) -> nn.Module:
     cls = _class_of(original) or original
     return cls.__new__(cls)
 
@@ -118,7 +112,8 @@ def _empty(original: type[nn.Module]) -> nn.Module:
 def convert_attention(root: nn.Module) -> None:
     """Does so in each module that lies where attention has kernels for every call, and that has no forward of its own."""
     for module in root.modules():
-        cls, state = type(module), vars(module)
+        cls: Any = type(module)
+        state = vars(module)
         if (
             not isinstance(state.get("fused_attn"), bool)
             or not cls.__module__.startswith("timm.")
