@@ -1,9 +1,9 @@
 """Builds, tests and measures pyckpt on this machine's GPU in five minutes: ``python -m bench.gpu_check``, or bench/gpu_check.
 
 Build: where the installed package has no CUDA kernels for this GPU and this is a checkout, they are compiled in place, for this
-GPU alone. Test: the tests of the ops on backend cuda. Measure: every op on every CUDA backend beside eager, torch.compile and
-the fused kernels of other packages that are installed; results are checked before they are timed. Without a GPU it says so and
-ends with "skipped". Exit code 1: a build, a test or a result failed.
+GPU alone. Test: the tests of the ops on the backends cuda and triton. Measure: every op on each of them beside eager,
+torch.compile and the fused kernels of other packages that are installed; results are checked before they are timed. Without a GPU
+it says so and ends with "skipped". Exit code 1: a build, a test or a result failed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ MAIN_SHAPE = (8192, 4096)
 SHAPES = ((4096, 1024), (65536, 1024), (4096, 16384))
 FULL_SHAPES = tuple((rows, columns) for rows in (4096, 16384, 65536) for columns in (1024, 4096, 16384))
 LIMIT_S = 290.0
-#: Of the time that is left when they begin.
-TESTS_SHARE, COMPILE_SHARE = 0.35, 0.3
+#: What is run on each backend (everything, or these files: Triton compiles for each new shape), and its share of the time that is
+#: left when it begins.
+TESTS: dict[str, tuple[float, tuple[str, ...]]] = {
+    "cuda": (0.3, ()),
+    "triton": (0.25, ("tests/test_accuracy.py", "tests/test_attention.py")),
+}
+COMPILE_SHARE = 0.3
 #: The aim: this share of the bandwidth of a copy, forward and step, at MAIN_SHAPE in bf16.
 BANDWIDTH_AIM = 0.85
 #: Reasons that a build for this GPU does away with.
@@ -113,11 +118,22 @@ def build(clock: Clock) -> dict[str, Any]:
     return result
 
 
-def test(clock: Clock) -> dict[str, Any]:
-    """The ops' tests on backend cuda."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-k", "cuda and not emulated"]
-    command += ["-p", "tests._backend_report", "--require-backend", "cuda", "-p", "no:cacheprovider"]
-    return run(command, clock.left * TESTS_SHARE, PYTHONPATH=str(ROOT))
+def test(backend: str, clock: Clock) -> dict[str, Any]:
+    """The ops' tests on one backend."""
+    share, files = TESTS[backend]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-m",
+        "not slow",
+        "-k",
+        f"{backend} and not (emulated or interpreted)",
+    ]
+    command += ["-p", "tests._backend_report", "--require-backend", backend, "-p", "no:cacheprovider", *files]
+    return run(command, clock.left * share, PYTHONPATH=str(ROOT))
 
 
 def measure(args: argparse.Namespace, clock: Clock) -> dict[str, Any]:
@@ -234,7 +250,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         result["build"] = build(clock)
     built = args.no_build or result["build"]["status"] == "ok"
     if built and not args.no_test:
-        result["tests"] = test(clock)
+        from pyckpt import backends
+
+        found = backends.available()
+        result |= {f"tests on {name}": test(name, clock) for name in TESTS if found[name].available}
     if built:
         result |= measure(args, clock)
         _report.print_rows(result["rows"])
@@ -243,7 +262,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(
                 f"No time for {len(result['left_out'])} case(s), which --full measures: {result['left_out'][0]} ..."
             )
-    stages = {name: result[name]["status"] for name in ("build", "tests") if name in result}
+    stages = {
+        name: part["status"]
+        for name, part in result.items()
+        if name == "build" or name.startswith("tests on")
+    }
     wrong = [row for row in result["rows"] if row["status"].startswith("error")]
     print(
         f"\n{', '.join(f'{k}: {v}' for k, v in stages.items())}; {len(result['rows'])} rows, {len(wrong)} wrong"

@@ -78,6 +78,31 @@ def test_a_build_that_changes_nothing_is_a_failure(monkeypatch, gpu):
     assert gpu_check.main([]) == 1
 
 
+def test_tests_of_every_backend_that_is_there(monkeypatch, gpu, capsys):
+    commands = []
+
+    def run(command, seconds, **_):
+        commands.append(" ".join(command))
+        return {
+            "status": "exit code 1" if "triton" in commands[-1] else "ok",
+            "seconds": 1.0,
+            "last_line": "",
+        }
+
+    monkeypatch.setattr(gpu_check, "run", run)
+    monkeypatch.setattr(gpu_check, "measure", lambda *_: {"rows": [], "left_out": []})
+    for there in (["cuda"], ["cuda", "triton"]):
+        commands.clear()
+        states = {
+            name: backends.Backend(name, "cuda", "" if name in there else "gone") for name in gpu_check.TESTS
+        }
+        monkeypatch.setattr(backends, "available", lambda states=states: states)
+        assert gpu_check.main(["--no-build"]) == ("triton" in there)
+        assert len(commands) == len(there)
+    assert "--require-backend triton" in commands[1]
+    assert "tests on cuda: ok, tests on triton: exit code 1" in capsys.readouterr().out
+
+
 def test_why_not_cuda_asks_the_package():
     assert gpu_check.why_not_cuda() == backends.available()["cuda"].unavailable
 
