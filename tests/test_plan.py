@@ -199,6 +199,20 @@ def test_saved_plans(ids, tmp_path):
 
 
 @pytest.mark.usefixtures("one_thread", "clock")
+def test_modes_of_training(ids):
+    """A block costs what its mode makes of it; a plan fits the model in either."""
+    model = make(depth=2)
+    for layer in model.layers:
+        layer.mlp[1] = nn.Dropout(0.5)
+    model.layers[1].mlp[1].eval()
+    plan = planned(model, ids, budget=1.0, choices=["none"])
+    assert plan.predicted.saved == pytest.approx(memory.saved_bytes(lambda: loss_of(model(ids))), rel=0.05)
+    assert plan.matches(model.eval(), ids)
+    plan.apply(model)
+    plan.revert()
+
+
+@pytest.mark.usefixtures("one_thread", "clock")
 def test_nothing_of_the_model_changes(ids):
     model = make(depth=2)
     model.register_buffer("seen", torch.zeros(1))

@@ -68,7 +68,8 @@ def observe(
     def hook(path: str) -> Callable[..., None]:
         def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             signature = [(tuple(t.shape), str(t.dtype)) for t in memory.tensors([args, kwargs])]
-            kind = describe(module) + repr(signature)
+            modes = [m.training for m in module.modules()]
+            kind = f"{describe(module)}{modes}{signature}"
             kind = hashlib.sha256(kind.encode()).hexdigest()[:16]
             container, _, name = path.rpartition(".")
             plain = type(model.get_submodule(container)) is nn.Sequential and len(args) == 1 and not kwargs
@@ -98,13 +99,13 @@ def observe(
 
 
 def describe(module: nn.Module) -> str:
-    """What says that two modules cost the same."""
+    """What says that two modules in the same mode cost the same."""
     tensors = [
         (name, tuple(t.shape), str(t.dtype), t.requires_grad)
         for named in (module.named_parameters(), module.named_buffers())
         for name, t in named
     ]
-    return f"{type(module).__qualname__} {module!r} {tensors} {module.training}"
+    return f"{type(module).__qualname__} {module!r} {tensors}"
 
 
 def _detached(value: Any) -> Any:
