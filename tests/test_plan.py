@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pyckpt
 from pyckpt import memory
-from pyckpt.checkpointing import BudgetError, Plan, _measure, planning
+from pyckpt.checkpointing import BudgetError, Plan, Prediction, _measure, planning
 from pyckpt.checkpointing._blocks import candidates
+from pyckpt.checkpointing.plans import fingerprint
 from tests._engine import assert_same, blocks, gradients
 from tests.test_segments import Transformer
 
@@ -196,6 +197,65 @@ def test_saved_plans(ids, tmp_path):
     pytest.importorskip("matplotlib")
     plan.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def pairs(count):
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(count)))
+
+
+@pytest.mark.usefixtures("one_thread", "clock", "counted")
+@pytest.mark.parametrize("choice", ["checkpoint", "offload", "linear", "segment"])
+def test_what_recomputes_already_is_left(choice, tmp_path):
+    """By the plan itself, which a copy of it does not remember, or by the user's own; and what fails changes nothing."""
+    model, x = pairs(4), torch.randn(64, 32, requires_grad=True)
+    classes = [type(m) for m in model.modules()]
+    expected = gradients(model, lambda: model(x).square().mean())
+    plan = pyckpt.plan(model, x, budget="1GiB", choices=[choice], rounds=1)
+    plan.save(tmp_path / "plan.json")
+    copied = Plan.load(tmp_path / "plan.json")
+
+    def assert_unchanged():
+        assert_same(gradients(model, lambda: model(x).square().mean()), expected)
+        assert [type(m) for m in model.modules()] == classes
+        assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+    plan.apply(model)
+    applied = [type(m) for m in model.modules()]
+    for again in (copied.apply, lambda m: pyckpt.plan(m, x, budget=1.0)):
+        with pytest.raises(ValueError, match="recomputes already"):
+            again(model)
+    assert [type(m) for m in model.modules()] == applied
+    plan.revert()
+    assert_unchanged()
+    for own in (model[1], model):
+        pyckpt.checkpoint_wrapper(own)
+        with pytest.raises(ValueError, match="recomputes already"):
+            copied.apply(model)
+        pyckpt.checkpointing.unwrap(own)
+        assert_unchanged()
+
+
+@pytest.mark.parametrize("choice", ["checkpoint", "offload", "segment"])
+def test_a_plan_is_applied_whole_or_not_at_all(choice):
+    model = pairs(4)
+    steps = [
+        (["0.0"], "linear"),
+        (["0.1"], "offload"),
+        (["2", "3"] if choice == "segment" else ["3"], choice),
+    ]
+    nothing = Prediction(0, 0, 0.0)
+    made_for = fingerprint(model.get_submodule(path) for group, _ in steps for path in group)
+    plan = Plan(0, "activations", steps, nothing, nothing, [], [], {"model": made_for, "sample": ""})
+    unwrappable = model if choice == "segment" else model[3]
+    unwrappable.forward = type(unwrappable).forward.__get__(unwrappable)
+    with pytest.raises(TypeError, match="is not its class's"):
+        plan.apply(model)
+    assert {type(m) for m in model.modules()} == {nn.Sequential, nn.Linear}
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    del unwrappable.forward
+    plan.apply(model)
+    plan.revert()
+    assert {type(m) for m in model.modules()} == {nn.Sequential, nn.Linear}
 
 
 @pytest.mark.usefixtures("one_thread", "clock")

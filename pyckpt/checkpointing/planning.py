@@ -17,8 +17,7 @@ from ..explanation import suspended, undisturbed
 from ._blocks import Found, candidates, observe
 from ._measure import Bench, Cost, Ones, few_objects, rest_of
 from ._solver import Chain, Option
-from .plans import Plan, Prediction, fingerprint, shapes
-from .segments import Wrapped
+from .plans import Plan, Prediction, fingerprint, refuse_recomputing, shapes
 
 __all__ = ["BudgetError", "Plan", "Prediction", "plan"]
 
@@ -78,10 +77,7 @@ def plan(
             f"plan: on={str(on)!r}, but the model is on {where}; move it there, and the sample too"
         )
     paths = _paths(model, blocks)
-    for path in paths:
-        block = model.get_submodule(path)
-        if isinstance(block, Wrapped) or installed(block) is not None:
-            raise ValueError(f"plan: {path} recomputes already, by itself or by a plan; revert that first")
+    refuse_recomputing("plan", model, paths)
     autocast = torch.is_autocast_enabled(where.type), torch.get_autocast_dtype(where.type)
     run = lambda module: _scalar(module(*args, **kwargs), loss)  # noqa: E731
     with undisturbed(model), suspended():

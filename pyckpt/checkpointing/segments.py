@@ -146,7 +146,12 @@ def _again(kind: int, function: Callable[..., nn.Module], *arguments: Any) -> nn
 
 
 def wrap(module: ModuleT, kind: type[Wrapped]) -> ModuleT:
-    """Give the module a class of this kind, a subclass of its own."""
+    """Give the module a class of this kind, a subclass of its own. Raises TypeError where that would not reach its forward."""
+    if "forward" in vars(module) or isinstance(module, (Wrapped, torch.jit.ScriptModule)):
+        raise TypeError(
+            f"pyckpt: the forward of this {type(module).__name__} is not its class's; call pyckpt.checkpoint(module, ...) where "
+            "it is used instead"
+        )
     own: Any = type(module)
     made = _classes[kind].get(own)
     if made is None:
@@ -168,14 +173,7 @@ def checkpoint_wrapper(module: ModuleT) -> ModuleT:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"checkpoint_wrapper: expected a torch.nn.Module, got {type(module).__name__}")
-    if isinstance(module, Wrapped):
-        return module
-    if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(
-            f"checkpoint_wrapper: the forward of this {type(module).__name__} is not its class's; call "
-            "pyckpt.checkpoint(module, ...) where it is used instead"
-        )
-    return wrap(module, _Checkpointed)
+    return module if isinstance(module, Wrapped) else wrap(module, _Checkpointed)
 
 
 def unwrap(module: ModuleT) -> ModuleT:
