@@ -315,6 +315,9 @@ def test_choices(ids):
             planned(model, ids, budget=1.0, **kwargs)
     with pytest.raises(ValueError, match=r"found no nn\.ModuleList"):
         pyckpt.plan(nn.Linear(2, 2), torch.ones(1, 2), budget=1.0)
+    for unserved in (model, make(sequential=True, depth=1)):  # a ModuleList, a block without another
+        with pytest.raises(ValueError, match=r'"segment" needs blocks called by an nn\.Sequential'):
+            planned(unserved, ids, budget=1.0, blocks=list(unserved.layers), choices=["segment"])
     shared = nn.Sequential(*[blocks(1)] * 2)
     with pytest.raises(ValueError, match="must call each block once"):
         pyckpt.plan(shared, torch.randn(8, 32), budget=1.0, blocks=["0"])

@@ -54,6 +54,14 @@ def test_solver_against_brute_force(chain, budget):
     assert chain.solve(smallest) is not None and chain.solve(smallest - 1) is None
 
 
+def test_no_budget_is_met_without_choices():
+    segment = Option("segment", 2, 1, 1, 1)
+    assert Chain([[segment], []], [0, 0], 0).smallest() == 1
+    for options in ([[], []], [[segment], [], []]):
+        chain = Chain(options, [0] * len(options), 0)
+        assert chain.solve(10**9) is None and chain.smallest() is None
+
+
 @settings(max_examples=200, deadline=None)
 @given(chains(), st.lists(st.integers(0, 120), min_size=2, max_size=5))
 def test_a_larger_budget_is_never_slower(chain, budgets):

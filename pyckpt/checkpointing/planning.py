@@ -67,7 +67,8 @@ def plan(
 
     Raises:
         BudgetError: the budget cannot be met; it names the smallest that can.
-        ValueError: no repeated blocks were found, or an argument is none of those.
+        ValueError: no repeated blocks were found; they recompute already; "segment" is the only choice, and some blocks can be in
+            none; or an argument is none of those.
     """
     chosen_choices = _checked(choices, scope)
     budget_bytes(budget, 1)
@@ -104,6 +105,11 @@ def plan(
     steps = chain.solve(limit)
     if steps is None:
         smallest = chain.smallest()
+        if smallest is None:
+            raise ValueError(
+                'plan: "segment" needs blocks called by an nn.Sequential, several in a row, of which each gives what the next '
+                f"takes; the choices {chosen_choices!r} have nothing for the others"
+            )
         raise BudgetError(
             f"plan: no choice fits {limit:,} bytes; the smallest budget that can be met is {smallest:,} bytes "
             f"({smallest / 2**20:,.1f} MiB, {smallest / eager.peak:.3f} of eager's)",
