@@ -76,7 +76,7 @@ def observe(
             number = int(name) if plain and name.isdigit() else 0
             found.append(Found(path, module, kind, container if plain else None, number))
             if kind not in calls:
-                calls[kind] = Call(_detached(args), _detached(kwargs), _detached(output))
+                calls[kind] = Call(*(with_tensors(value, Tensor.detach) for value in (args, kwargs, output)))
 
         return record
 
@@ -108,11 +108,12 @@ def describe(module: nn.Module) -> str:
     return f"{type(module).__qualname__} {module!r} {tensors}"
 
 
-def _detached(value: Any) -> Any:
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same tuples, lists and dictionaries, with `change` of each tensor in them."""
     if isinstance(value, Tensor):
-        return value.detach()
+        return change(value)
     if isinstance(value, dict):
-        return {key: _detached(item) for key, item in value.items()}
+        return {key: with_tensors(item, change) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_detached(item) for item in value)
+        return type(value)(with_tensors(item, change) for item in value)
     return value
