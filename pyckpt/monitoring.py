@@ -54,18 +54,23 @@ class Monitor:
         self.counts, self.total = Counts(), Counts()
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Monitor:
-        watchers.append(self)
+    def start(self) -> Monitor:
+        """For use without ``with``. Once it has started, nothing more."""
+        with self._lock:
+            if self not in watchers:
+                watchers.append(self)
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        watchers.remove(self)
-
-    start = __enter__
-
     def stop(self) -> None:
-        """For use without ``with``, after ``start()``."""
-        self.__exit__()
+        """Undoes :meth:`start`. Without that, nothing."""
+        with self._lock:
+            if self in watchers:
+                watchers.remove(self)
+
+    __enter__ = start
+
+    def __exit__(self, *_: Any) -> None:
+        self.stop()
 
     def log(self, step: int) -> dict[str, float]:
         """Log and return the counts since the last time."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import pyckpt
+from pyckpt._records import watchers
 from tests._engine import assert_same, blocks
 
 pytestmark = pytest.mark.usefixtures("unlearned", "one_thread")
@@ -160,40 +161,93 @@ def test_accelerate():
         assert_same(run(policy), expected)
 
 
-def test_lightning(tmp_path):
+@pytest.fixture
+def fit(tmp_path):
+    """Fits a LightningModule that trains the blocks `make()`, which `call(blocks, batch)` runs."""
     lightning = pytest.importorskip("lightning.pytorch")
-    from pyckpt.integrations.lightning import RecomputeCallback
 
     class Module(lightning.LightningModule):
-        def __init__(self):
+        def __init__(self, make, call):
             super().__init__()
             torch.manual_seed(0)
-            self.model = nn.Sequential(blocks(2), nn.Linear(32, 1))
+            self.model, self.call = make(), call
 
         def training_step(self, batch, index):
-            return self.model(batch).square().mean()
+            return self.call(self.model, batch).square().mean()
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    def run(callbacks, module):
+    def run(callbacks, prepare=lambda module: None, make=whole, call=nn.Module.__call__):
         lightning.seed_everything(0, verbose=False)
+        module = Module(make, call)
+        prepare(module)
         trainer = lightning.Trainer(
             max_steps=3, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks, log_every_n_steps=1,
             default_root_dir=tmp_path,
         )  # fmt: skip
         trainer.fit(module, torch.utils.data.DataLoader(torch.randn(12, 32), 4))
-        return trainer
+        return trainer, module
 
-    plain = Module()
-    pyckpt.convert(plain.model, recompute=False)
-    run([], plain)
-    ours, callback = Module(), RecomputeCallback("linear")
-    trainer = run([callback], ours)
+    return run
+
+
+def whole():
+    return nn.Sequential(blocks(2), nn.Linear(32, 1))
+
+
+def test_lightning(fit):
+    from pyckpt.integrations.lightning import RecomputeCallback
+
+    _, plain = fit([], lambda module: pyckpt.convert(module.model, recompute=False))
+    callback = RecomputeCallback("linear")
+    trainer, ours = fit([callback])
     assert_same(list(ours.state_dict().values()), list(plain.state_dict().values()))
     assert callback.monitor.total.recomputed > 0 and pyckpt.report(ours.model).recompute
     assert trainer.logged_metrics["pyckpt/recomputed"] > 0
-    undone = Module()
-    run([RecomputeCallback(keep=False, monitor=False)], undone)
+    _, undone = fit([RecomputeCallback(keep=False, monitor=False)])
     assert not pyckpt.report(undone.model).swapped
+
+
+def test_lightning_with_blocks_in_containers(fit):
+    """Regions are around what is called; a container is not."""
+    from pyckpt.integrations.lightning import RecomputeCallback
+
+    def make():
+        return nn.ModuleDict({"body": nn.ModuleList(blocks(2)), "head": nn.Linear(32, 1)})
+
+    def call(parts, x):
+        for block in parts["body"]:
+            x = block(x)
+        return parts["head"](x)
+
+    callback = RecomputeCallback()
+    _, module = fit([callback], make=make, call=call)
+    assert callback.monitor.total.recomputed > 0
+    assert all(pyckpt.report(block).recompute for block in module.model["body"])
+    assert not pyckpt.report(module.model).recompute and not pyckpt.report(module.model["body"]).recompute
+    _, undone = fit([RecomputeCallback(keep=False)], make=make, call=call)
+    assert not any(pyckpt.report(block).recompute for block in undone.model["body"])
+    assert not pyckpt.report(undone.model).swapped
+
+
+@pytest.mark.parametrize("when", ["setup", "training"])
+def test_lightning_passes_errors_on(fit, when):
+    """Also those of other callbacks, before the monitor has started."""
+    from lightning.pytorch import Callback
+
+    from pyckpt.integrations.lightning import RecomputeCallback
+
+    class Fails(Callback):
+        def setup(self, trainer, pl_module, stage):
+            if when == "setup":
+                raise ZeroDivisionError
+
+        def on_train_batch_start(self, *_):
+            raise ZeroDivisionError
+
+    callback = RecomputeCallback()
+    with pytest.raises(ZeroDivisionError):
+        fit([callback, Fails()])
+    assert callback.monitor not in watchers

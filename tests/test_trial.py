@@ -205,3 +205,22 @@ def test_monitor_changes_no_gradient():
     assert_same(gradients(model, run), expected)
     monitor.stop()
     assert monitor.total.recomputed > 4
+
+
+def test_monitor_starts_and_stops_once():
+    """However often it is told to: as by a Trainer that trains again after a run that broke off."""
+    model, monitor = blocks(1), Monitor()
+    monitor.stop()
+    assert monitor.start() is monitor.start()
+
+    def run():
+        with recompute():
+            loss = model(torch.randn(64, 32)).square().mean()
+        loss.backward()
+
+    run()
+    assert monitor.total.recomputed == 2  # GELU's output and the norm's
+    monitor.stop()
+    monitor.stop()
+    run()
+    assert monitor.total.recomputed == 2

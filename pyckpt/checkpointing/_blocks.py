@@ -68,14 +68,15 @@ def observe(
     def hook(path: str) -> Callable[..., None]:
         def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             signature = [(tuple(t.shape), str(t.dtype)) for t in memory.tensors([args, kwargs])]
-            kind = describe(module) + repr(signature)
+            modes = [m.training for m in module.modules()]
+            kind = f"{describe(module)}{modes}{signature}"
             kind = hashlib.sha256(kind.encode()).hexdigest()[:16]
             container, _, name = path.rpartition(".")
             plain = type(model.get_submodule(container)) is nn.Sequential and len(args) == 1 and not kwargs
             number = int(name) if plain and name.isdigit() else 0
             found.append(Found(path, module, kind, container if plain else None, number))
             if kind not in calls:
-                calls[kind] = Call(_detached(args), _detached(kwargs), _detached(output))
+                calls[kind] = Call(*(with_tensors(value, Tensor.detach) for value in (args, kwargs, output)))
 
         return record
 
@@ -98,20 +99,21 @@ def observe(
 
 
 def describe(module: nn.Module) -> str:
-    """What says that two modules cost the same."""
+    """What says that two modules in the same mode cost the same."""
     tensors = [
         (name, tuple(t.shape), str(t.dtype), t.requires_grad)
         for named in (module.named_parameters(), module.named_buffers())
         for name, t in named
     ]
-    return f"{type(module).__qualname__} {module!r} {tensors} {module.training}"
+    return f"{type(module).__qualname__} {module!r} {tensors}"
 
 
-def _detached(value: Any) -> Any:
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same tuples, lists and dictionaries, with `change` of each tensor in them."""
     if isinstance(value, Tensor):
-        return value.detach()
+        return change(value)
     if isinstance(value, dict):
-        return {key: _detached(item) for key, item in value.items()}
+        return {key: with_tensors(item, change) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_detached(item) for item in value)
+        return type(value)(with_tensors(item, change) for item in value)
     return value

@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from .. import memory
 from .._levels import LEVELS
-from ._blocks import Call
+from ._blocks import Call, with_tensors
 from .segments import checkpoint, offload, quiet_region, segment
 
 
@@ -222,7 +222,8 @@ class _StubModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.enter()
         y = first_tensor(self.call.output)
-        return _with(self.call.output, y, _Stub.apply(first_tensor([args, kwargs]), y, self.anchor))
+        made = _Stub.apply(first_tensor([args, kwargs]), y, self.anchor)
+        return with_tensors(self.call.output, lambda t: made if t is y else t)
 
 
 def rest_of(
@@ -259,13 +260,3 @@ def rest_of(
     peak = memory.peak_bytes(step, device=device)
     taken = in_turn({"rest": step}, rounds, device)["rest"]
     return Rest(before, peak, max(saved, 0), taken, sum(p.nbytes for p in own))
-
-
-def _with(value: Any, old: Tensor, new: Tensor) -> Any:
-    if value is old:
-        return new
-    if isinstance(value, dict):
-        return {key: _with(item, old, new) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_with(item, old, new) for item in value)
-    return value

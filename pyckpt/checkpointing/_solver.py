@@ -72,9 +72,12 @@ class Chain:
             state = state[2]
         return chosen[::-1]
 
-    def smallest(self) -> int:
-        """The smallest budget that can be met."""
-        low, high = -1, self.peak(self._least(None) or [])
+    def smallest(self) -> int | None:
+        """The smallest budget that can be met; None where no choices make up the chain."""
+        least = self._least(None)
+        if least is None:
+            return None
+        low, high = -1, self.peak(least)
         while high - low > 1:
             middle = (low + high) // 2
             chosen = self._least(middle)

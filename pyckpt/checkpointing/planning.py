@@ -17,8 +17,7 @@ from ..explanation import suspended, undisturbed
 from ._blocks import Found, candidates, observe
 from ._measure import Bench, Cost, Ones, few_objects, rest_of
 from ._solver import Chain, Option
-from .plans import Plan, Prediction, fingerprint, shapes
-from .segments import Wrapped
+from .plans import Plan, Prediction, fingerprint, refuse_recomputing, shapes
 
 __all__ = ["BudgetError", "Plan", "Prediction", "plan"]
 
@@ -68,7 +67,8 @@ def plan(
 
     Raises:
         BudgetError: the budget cannot be met; it names the smallest that can.
-        ValueError: no repeated blocks were found, or an argument is none of those.
+        ValueError: no repeated blocks were found; they recompute already; "segment" is the only choice, and some blocks can be in
+            none; or an argument is none of those.
     """
     chosen_choices = _checked(choices, scope)
     budget_bytes(budget, 1)
@@ -78,10 +78,7 @@ def plan(
             f"plan: on={str(on)!r}, but the model is on {where}; move it there, and the sample too"
         )
     paths = _paths(model, blocks)
-    for path in paths:
-        block = model.get_submodule(path)
-        if isinstance(block, Wrapped) or installed(block) is not None:
-            raise ValueError(f"plan: {path} recomputes already, by itself or by a plan; revert that first")
+    refuse_recomputing("plan", model, paths)
     autocast = torch.is_autocast_enabled(where.type), torch.get_autocast_dtype(where.type)
     run = lambda module: _scalar(module(*args, **kwargs), loss)  # noqa: E731
     with undisturbed(model), suspended():
@@ -108,6 +105,11 @@ def plan(
     steps = chain.solve(limit)
     if steps is None:
         smallest = chain.smallest()
+        if smallest is None:
+            raise ValueError(
+                'plan: "segment" needs blocks called by an nn.Sequential, several in a row, of which each gives what the next '
+                f"takes; the choices {chosen_choices!r} have nothing for the others"
+            )
         raise BudgetError(
             f"plan: no choice fits {limit:,} bytes; the smallest budget that can be met is {smallest:,} bytes "
             f"({smallest / 2**20:,.1f} MiB, {smallest / eager.peak:.3f} of eager's)",

@@ -16,7 +16,7 @@ from .. import memory
 from .._installation import install, installed, uninstall
 from .._levels import LEVELS
 from ._blocks import describe
-from .segments import Offloaded, Segmented, checkpoint_wrapper, unwrap, wrap
+from .segments import Offloaded, Segmented, Wrapped, checkpoint_wrapper, unwrap, wrap
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,11 @@ class Plan:
     _undo: list[Callable[[], Any]] = field(default_factory=list, repr=False, compare=False)
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Make `model` run as planned, in place; returns it. :meth:`revert` undoes it.
+        """Make `model` run as planned, in place; returns it. :meth:`revert` undoes it. Where it raises, nothing has changed.
 
         Raises:
-            ValueError: its blocks are not those that the plan was made for, or the plan is applied already.
+            ValueError: its blocks are not those that the plan was made for, or recompute already.
+            TypeError: a block is to be wrapped whose forward is not its class's (see :func:`pyckpt.checkpoint_wrapper`).
         """
         if self._undo:
             raise ValueError("Plan.apply: this plan is applied already; revert() it first")
@@ -63,6 +64,15 @@ class Plan:
             raise ValueError(
                 "Plan.apply: the plan was made for another model; make one for this, with pyckpt.plan"
             )
+        refuse_recomputing("Plan.apply", model, [path for group, _ in self.steps for path in group])
+        try:
+            self._apply(model)
+        except BaseException:
+            self.revert()
+            raise
+        return model
+
+    def _apply(self, model: nn.Module) -> None:
         segments: dict[str, dict[int, int]] = {}
         for group, choice in self.steps:
             if choice == "segment":
@@ -73,9 +83,8 @@ class Plan:
                 self._undo.append(_apply(model.get_submodule(path), choice))
         for container, starts in segments.items():
             module = wrap(model.get_submodule(container), Segmented)
-            module._pyckpt_segments = starts  # type: ignore[assignment]
             self._undo.append(partial(unwrap, module))
-        return model
+            module._pyckpt_segments = starts  # type: ignore[assignment]
 
     def revert(self) -> None:
         """Make the model that the plan is applied to run as before."""
@@ -150,18 +159,24 @@ class Plan:
         figure.savefig(path, dpi=150)
 
 
+def refuse_recomputing(function: str, model: nn.Module, paths: Iterable[str]) -> None:
+    """Raises ValueError where one of these blocks recomputes already, or what holds it does, by itself or by a plan."""
+    for path in paths:
+        names = path.split(".")
+        above = [".".join(names[:depth]) for depth in range(len(names))]
+        wrapped = [p for p in (path, *above) if isinstance(model.get_submodule(p), Wrapped)]
+        if wrapped or installed(model.get_submodule(path)) is not None:
+            where = (wrapped or [path])[0] or "the model"
+            raise ValueError(
+                f"{function}: {where} recomputes already, by itself or by a plan; revert that first"
+            )
+
+
 def _apply(block: nn.Module, choice: str) -> Callable[[], Any]:
     """Returns what undoes it."""
-    before = installed(block)
     if choice in LEVELS:
         install(block, choice)
-
-        def undo() -> None:
-            uninstall(block)
-            if before is not None:
-                install(block, before)
-
-        return undo
+        return partial(uninstall, block)
     if choice == "checkpoint":
         checkpoint_wrapper(block)
     elif choice == "offload":

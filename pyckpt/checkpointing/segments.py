@@ -23,6 +23,7 @@ from .. import memory
 from .._checks import warn_once
 from ..engine import enter, leave
 from ..explanation import undisturbed
+from ._blocks import with_tensors
 from ._replay import modules_in, once
 
 __all__ = ["checkpoint", "checkpoint_sequential", "checkpoint_wrapper", "unwrap"]
@@ -146,7 +147,12 @@ def _again(kind: int, function: Callable[..., nn.Module], *arguments: Any) -> nn
 
 
 def wrap(module: ModuleT, kind: type[Wrapped]) -> ModuleT:
-    """Give the module a class of this kind, a subclass of its own."""
+    """Give the module a class of this kind, a subclass of its own. Raises TypeError where that would not reach its forward."""
+    if "forward" in vars(module) or isinstance(module, (Wrapped, torch.jit.ScriptModule)):
+        raise TypeError(
+            f"pyckpt: the forward of this {type(module).__name__} is not its class's; call pyckpt.checkpoint(module, ...) where "
+            "it is used instead"
+        )
     own: Any = type(module)
     made = _classes[kind].get(own)
     if made is None:
@@ -168,14 +174,7 @@ def checkpoint_wrapper(module: ModuleT) -> ModuleT:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"checkpoint_wrapper: expected a torch.nn.Module, got {type(module).__name__}")
-    if isinstance(module, Wrapped):
-        return module
-    if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(
-            f"checkpoint_wrapper: the forward of this {type(module).__name__} is not its class's; call "
-            "pyckpt.checkpoint(module, ...) where it is used instead"
-        )
-    return wrap(module, _Checkpointed)
+    return module if isinstance(module, Wrapped) else wrap(module, _Checkpointed)
 
 
 def unwrap(module: ModuleT) -> ModuleT:
@@ -198,9 +197,14 @@ def checkpoint_sequential(
         blocks: ``nn.Sequential``, ``nn.ModuleList``, or a sequence of modules or functions.
         args, kwargs: of every block.
         segments: how many; more than there are blocks are one a block. "auto": segments of ``sqrt(N input / set)`` blocks, N
-            being the blocks, `input` the bytes of what a segment keeps, and `set` those that the first block keeps for backward
-            under the engine, which are measured at the first call with inputs of a shape (one block's forward, twice; random
-            numbers and buffers are left as they were).
+            being the blocks, `input` the bytes of what a segment keeps, and `set` those that a block keeps for backward under
+            the engine. Measured is the first block that keeps anything of floating-point input, at the first call with inputs of
+            a shape (its forward, twice; random numbers and buffers are left as they were). Blocks before it (an embedding, a
+            frozen body) are run as they are. Where that cannot be measured, segments are of ``sqrt(N)`` blocks.
+
+    Warns:
+        UserWarning: once, where "auto" cannot measure: no counter of memory (:func:`pyckpt.memory.allocated_bytes`), or no tensor
+            that is found in what a block takes or returns.
 
     Raises:
         TypeError: no blocks, or no positional argument.
@@ -218,10 +222,14 @@ def checkpoint_sequential(
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         length = count
     elif segments == "auto":
-        length = segment_length(chain[0], count, args, kwargs)
+        length = 0
+        while chain and not (length := segment_length(chain[0], len(chain), (x, *rest), kwargs)):
+            with quiet_region():
+                x = chain.pop(0)(x, *rest, **kwargs)
+        count = len(chain)
     else:
         length = math.ceil(count / int(segments))
-    for start in range(0, count, length):
+    for start in range(0, count, max(length, 1)):
         part = chain[start : start + length]
         if start + length >= count:
             with quiet_region():
@@ -249,17 +257,25 @@ def _run(part: Sequence[Callable[..., Any]], x: Any, *rest: Any, **kwargs: Any) 
     return x
 
 
-# Of a block: signature of its arguments -> bytes that it keeps under the engine.
-_kept: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
+# Of a block: signature of its arguments -> bytes that it keeps under the engine, None where they cannot be counted.
+_kept: weakref.WeakKeyDictionary[Any, dict[Any, int | None]] = weakref.WeakKeyDictionary()
 
 
 def segment_length(block: Callable[..., Any], count: int, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """Blocks a segment such that `count` of them peak lowest."""
-    first = next(memory.tensors(args[0]), None)
-    if first is None:
-        return 1
-    size = sum(t.nbytes for t in memory.tensors(args[0]))
-    kept = _bytes_kept(block, first.device, args, kwargs)
+    """Blocks a segment such that `count` of them, all like this one, peak lowest; 0: this one keeps next to nothing."""
+    inputs = list(memory.tensors(args[0]))
+    if inputs and not any(t.is_floating_point() or t.is_complex() for t in inputs):
+        return 0
+    size = sum(t.nbytes for t in inputs)
+    kept = _bytes_kept(block, inputs[0].device, args, kwargs) if inputs else None
+    if kept is None:
+        warn_once(
+            "checkpoint_sequential: what a block keeps cannot be counted here, so that segments are of sqrt(N) blocks; give "
+            "their number as `segments`"
+        )
+        size = kept = 1
+    if 8 * kept < size:
+        return 0
     # Between the roots of the two neighbours the whole number that is best for (inputs kept) + (sets replayed).
     root = math.sqrt(count * size / max(kept, 1))
     lengths = {min(max(n, 1), count) for n in (math.floor(root), math.ceil(root))}
@@ -268,24 +284,42 @@ def segment_length(block: Callable[..., Any], count: int, args: Sequence[Any], k
 
 def _bytes_kept(
     block: Callable[..., Any], device: torch.device, args: Sequence[Any], kwargs: dict[str, Any]
-) -> int:
-    signature: tuple[Any, ...] = tuple((t.shape, t.dtype, t.device) for t in memory.tensors([args, kwargs]))
+) -> int | None:
+    roots = nn.ModuleList(modules_in(block))
+    signature: tuple[Any, ...] = tuple(
+        (t.shape, t.dtype, t.device, t.requires_grad) for t in memory.tensors([args, kwargs])
+    )
     autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-    signature += (*autocast, getattr(block, "training", True))
+    trained = any(p.requires_grad for p in roots.parameters())
+    signature += (*autocast, getattr(block, "training", True), trained)
     try:
         known = _kept.setdefault(block, {})
     except TypeError:  # takes no weak reference
         known = {}
     if signature not in known:
 
-        def measured() -> int:
-            roots = nn.ModuleList(modules_in(block))
+        def measured() -> int | None:
             enabled, dtype = autocast
             with torch.autocast(device.type, dtype, enabled=enabled), undisturbed(roots):
-                return memory.saved_bytes(forward, device=device, warmup=1)
+                try:
+                    memory.allocated_bytes(device)
+                except RuntimeError:  # it has no counter
+                    return None
+                results = list(memory.tensors(forward()))
+                if all(t.grad_fn is None for t in results):
+                    return 0 if results else None
+                del results
+                return memory.saved_bytes(lambda: forward(True), device=device, warmup=0)
 
-        def forward() -> Any:
-            inputs = [_fresh(a) for a in args]
+        def forward(differentiable: bool = False) -> Any:
+            """As after a block; its input counts, as that of every block of a replayed segment does."""
+
+            def fresh(t: Tensor) -> Tensor:
+                if t.is_floating_point() or t.is_complex():
+                    return t.detach().clone().requires_grad_(differentiable or t.requires_grad)
+                return t
+
+            inputs = [with_tensors(a, fresh) for a in args]
             with quiet_region():
                 return block(*inputs, **kwargs)
 
@@ -293,12 +327,3 @@ def _bytes_kept(
         with ThreadPoolExecutor(1) as thread:
             known[signature] = thread.submit(measured).result()
     return known[signature]
-
-
-def _fresh(value: Any) -> Any:
-    """As a block before would have made it; the copy counts, as the input of every block of a replayed segment does."""
-    return (
-        value.detach().clone().requires_grad_()
-        if isinstance(value, Tensor) and value.is_floating_point()
-        else value
-    )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+from torch import nn
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -24,7 +27,7 @@ class RecomputeCallback(Callback):
         Trainer(callbacks=[RecomputeCallback()]).fit(module, data)
 
     The recompute region is around the forwards of the module's children, as ``training_step`` calls those and not the module's
-    own forward.
+    own forward; of an ``nn.ModuleList`` or ``nn.ModuleDict``, which has none, around those of the modules in it.
 
     Args:
         policy: as for :func:`pyckpt.convert`'s `recompute`.
@@ -38,8 +41,8 @@ class RecomputeCallback(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit":
-            for child in pl_module.children():
-                convert(child, recompute=self.policy)
+            for part in _called(pl_module):
+                convert(part, recompute=self.policy)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if self.monitor is not None:
@@ -56,9 +59,18 @@ class RecomputeCallback(Callback):
         if self.monitor is not None:
             self.monitor.stop()
         if not self.keep:
-            for child in pl_module.children():
-                revert(child)
+            for part in _called(pl_module):
+                revert(part)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self.monitor is not None:
             self.monitor.stop()
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The children; in place of those that cannot be called, as they have no forward, their own."""
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _called(child)
+        else:
+            yield child
