@@ -21,10 +21,9 @@ from .. import backends
 from ._attention_checks import (
     check_arguments,
     check_backward,
-    check_bound_values,
-    check_bounds,
     check_mask,
     check_options,
+    check_packed,
     check_slopes,
     check_tensors,
 )
@@ -274,12 +273,7 @@ def attention(
     if alibi_slopes is not None:
         check_slopes(alibi_slopes, q)
         slopes = alibi_slopes.to(wide_dtype(q)).reshape(-1, alibi_slopes.shape[-1])
-    bounds_q, bounds_k = cu_seqlens if isinstance(cu_seqlens, (tuple, list)) else (cu_seqlens, cu_seqlens)
-    for bounds, length in ((bounds_q, q.shape[2]), (bounds_k, k.shape[2])):
-        if bounds is not None:
-            check_bounds("cu_seqlens", bounds, q)
-            if bounds.is_cpu and is_plain(bounds) and not torch.compiler.is_compiling():
-                check_bound_values("cu_seqlens", bounds.tolist(), length)
+    bounds_q, bounds_k = check_packed(cu_seqlens, q, k)
     given = Given(attn_mask, slopes, bounds_q, bounds_k, new_seed(q.device) if dropout_p > 0 else None)
     left, right = _sides(window, is_causal)
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None and q.shape[-1] else 1.0 if scale is None else scale
