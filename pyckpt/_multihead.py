@@ -74,7 +74,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights = weights.mean(1)
         if not batched:
             return result.squeeze(0), None if weights is None else weights.squeeze(0)
-        return (result if batch_first else result.transpose(0, 1)), weights
+        if not batch_first:
+            # In memory too. Here rather than before the projection, which then keeps a view of the attention's output.
+            result = result.transpose(0, 1).flatten(0, 1).unflatten(0, (queries, batch))
+        return result, weights
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """What torch asserts."""

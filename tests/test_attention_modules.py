@@ -24,8 +24,8 @@ VARIANTS = {
 }
 
 
-def _inputs(options, same, batched):
-    batch, queries, keys = 3, 5, 5 if same else 7
+def _inputs(options, same, batched, batch=3):
+    queries, keys = 5, 5 if same else 7
     sizes = ((queries, 16), (keys, options.get("kdim", 16)), (keys, options.get("vdim", 16)))
     tensors = [torch.randn(batch, *size) for size in sizes]
     if same:
@@ -75,6 +75,24 @@ def test_multihead_attention_as_torch(options, backend, one_thread):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("batch", [3, 1])
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_strides_as_torch(options, batch, backend, one_thread):
+    """Of outputs and weights. Where torch transposes a batch that comes first, ours lies as its shape says: no view fails."""
+    theirs, ours = (library.MultiheadAttention(16, 4, **options) for library in (nn, pyckpt.nn))
+    for same, batched, need_weights, average in itertools.product((True, False), repeat=4):
+        if (same and "kdim" in options) or (not batched and batch == 1):
+            continue
+        tensors = _inputs(options, same, batched, batch)
+        call = {"need_weights": need_weights, "average_attn_weights": average}
+        (out, weights), (expected, their_weights) = (m(*tensors, **call) for m in (ours, theirs))
+        if options.get("batch_first"):
+            expected = torch.empty(expected.shape)
+        assert out.stride() == expected.stride()
+        if need_weights:
+            assert weights.stride() == their_weights.stride()
+
+
 def test_weights_are_those_that_the_output_is_made_with(backend):
     """Dropout's too."""
     module = pyckpt.nn.MultiheadAttention(16, 2, dropout=0.4, batch_first=True)
@@ -109,10 +127,12 @@ def test_multihead_attention_misuse():
             module(x, x, x, attn_mask=torch.zeros(2, 2, dtype=torch.int64))
 
 
-def test_multihead_attention_keeps_no_weights(native, counted, one_thread):
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_multihead_attention_keeps_no_weights(batch_first, native, counted, one_thread):
     """x (the caller's), q, k, v and the output, whether weights are returned (and dropped by the caller) or not."""
-    x = torch.randn(4, 256, 64, requires_grad=True)
-    module = pyckpt.nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=True)
+    x = torch.randn(4, 256, 64) if batch_first else torch.randn(256, 4, 64)
+    x.requires_grad_()
+    module = pyckpt.nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=batch_first)
     for need_weights in (False, True):
         saved = saved_bytes(lambda need=need_weights: module(x, x, x, need_weights=need)[0])
         assert 4 * x.nbytes <= saved <= 4.2 * x.nbytes, saved / x.nbytes
