@@ -116,15 +116,36 @@ def test_a_query_that_sees_nothing(backend):
     assert (weights[0, 1] == 0).all() and x.grad.isfinite().all()
 
 
-def test_multihead_attention_misuse():
+@pytest.mark.parametrize(
+    ("error", "match", "call"),
+    [
+        (RuntimeError, "is_causal", {"is_causal": True}),
+        (AssertionError, "embedding dimension", {"query": torch.zeros(2, 3, 8)}),
+        (AssertionError, "bool and floating", {"attn_mask": torch.zeros(2, 2, dtype=torch.int64)}),
+        (AssertionError, "bool and floating", {"attn_mask": torch.zeros(2, 2, dtype=torch.uint8), "is_causal": True}),
+        (AssertionError, "bool and floating", {"key_padding_mask": torch.zeros(3, 2, dtype=torch.int64)}),
+        (AssertionError, "key_padd", {"key_padding_mask": torch.zeros(2, 3, dtype=torch.bool)}),
+        (AssertionError, "key_padd", {"key_padding_mask": torch.zeros(1, 2, dtype=torch.bool)}),
+        (RuntimeError, "2D attn_mask", {"attn_mask": torch.zeros(1, 2)}),
+        (RuntimeError, "2D attn_mask", {"attn_mask": torch.zeros(2, 1, dtype=torch.bool)}),
+        (RuntimeError, "3D attn_mask", {"attn_mask": torch.zeros(3, 2, 2)}),
+        (RuntimeError, "3D attn_mask", {"attn_mask": torch.zeros(6, 1, 4)}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_multihead_attention_misuse(need_weights, error, match, call):
     x = torch.randn(2, 3, 16)
+    arguments = {"query": x, "key": x, "value": x, "need_weights": need_weights} | call
     for module in (nn.MultiheadAttention(16, 2), pyckpt.nn.MultiheadAttention(16, 2)):
-        with pytest.raises(RuntimeError, match="is_causal"):
-            module(x, x, x, is_causal=True)
-        with pytest.raises(AssertionError, match="embedding dimension"):
-            module(x[..., :8], x, x)
-        with pytest.raises(AssertionError):
-            module(x, x, x, attn_mask=torch.zeros(2, 2, dtype=torch.int64))
+        with pytest.raises(error, match=match):
+            module(**arguments)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_dropout_out_of_range(need_weights):
+    x = torch.randn(2, 3, 16)
+    with pytest.raises(ValueError, match="dropout"):
+        pyckpt.nn.MultiheadAttention(16, 2, dropout=1.5)(x, x, x, need_weights=need_weights)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

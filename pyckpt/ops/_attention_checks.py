@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 from typing import Any
 
 import torch
@@ -14,18 +15,30 @@ from ._registry import describe, is_plain, refused
 from .dropout import check_random
 
 
+def _is_number(value: Any) -> bool:
+    """As torch has it for its float arguments: also numpy's scalars, and tensors of no dimension."""
+    if isinstance(value, Tensor):
+        return not value.dim() and not value.requires_grad and not value.is_complex()
+    return isinstance(value, numbers.Real)
+
+
 def check_options(
     dropout_p: float,
+    is_causal: bool,
     scale: float | None,
+    enable_gqa: bool,
     softcap: float,
     window: int | tuple[int | None, int | None] | None,
     causal_alignment: str,
 ) -> None:
     if torch.compiler.is_compiling():
         return
-    for name, value in (("scale", scale), ("softcap", softcap)):
-        if value is not None and not isinstance(value, (int, float)):
+    for name, value in (("dropout_p", dropout_p), ("scale", scale), ("softcap", softcap)):
+        if not _is_number(value) and not (name == "scale" and value is None):
             raise TypeError(f"attention: {name} must be a float, got {type(value).__name__}")
+    for name, value in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(value, bool):
+            raise TypeError(f"attention: {name} must be a bool, got {type(value).__name__}")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"attention: dropout_p has to be between 0 and 1, but got {dropout_p}")
     if not 0.0 <= softcap < float("inf"):
@@ -70,8 +83,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> None:
     if not grouped:
         return
     if min(q.dim(), k.dim(), v.dim()) < 3:
-        raise RuntimeError("attention: enable_gqa needs query, key and value of three dimensions or more")
-    if k.shape[-3] != v.shape[-3] or not k.shape[-3] or q.shape[-3] % k.shape[-3]:
+        raise IndexError("attention: enable_gqa needs query, key and value of three dimensions or more")
+    if k.shape[-3] != v.shape[-3] or (q.shape[-3] % k.shape[-3] if k.shape[-3] else q.shape[-3]):
         raise RuntimeError(
             f"attention: with enable_gqa the heads (dimension -3) of {describe('query', q)} must be a multiple of those of "
             f"{describe('key', k)} and {describe('value', v)}"

@@ -230,11 +230,12 @@ def attention(
         (..., heads, queries, value width), heads beside each other in memory: ``out.transpose(-3, -2).flatten(-2)`` is a view.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices that do not fit; ValueError, TypeError: options out of range.
+        RuntimeError: shapes, dtypes or devices that do not fit; IndexError: enable_gqa without heads; ValueError, TypeError:
+            options out of range.
     """
     if not isinstance(query, Tensor) or not isinstance(key, Tensor) or not isinstance(value, Tensor):
         return F.scaled_dot_product_attention(query, key, value)  # torch's TypeError
-    check_options(dropout_p, scale, softcap, window, causal_alignment)
+    check_options(dropout_p, is_causal, scale, enable_gqa, softcap, window, causal_alignment)
     extended = softcap or window is not None or alibi_slopes is not None or cu_seqlens is not None
     extended = extended or causal_alignment != "top_left" or (attn_mask is not None and is_causal)
     if not extended and (query.dtype not in DTYPES or query.is_nested or is_sharded(query)):
@@ -278,7 +279,7 @@ def attention(
     left, right = _sides(window, is_causal)
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None and q.shape[-1] else 1.0 if scale is None else scale
     options = Options(
-        float(factor), left, right, causal_alignment == "bottom_right", float(softcap), dropout_p
+        float(factor), left, right, causal_alignment == "bottom_right", float(softcap), float(dropout_p)
     )
     out = _attention(q, k, v, given, options)
     if squeezed:
@@ -311,6 +312,7 @@ def attention_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """(output, weights after dropout) for operands of four dimensions. The weights are computed by a second pass, and again in
     its backward: they live as long as the caller holds them."""
+    check_options(dropout_p, is_causal, scale, False, softcap, None, "top_left")
     given = Given(mask, seed=new_seed(q.device) if dropout_p > 0 else None)
     options = Options(scale, right=0 if is_causal else None, softcap=softcap, dropout_p=dropout_p)
     out = _attention(q, k, v, given, options)
