@@ -150,7 +150,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         additive = [
             torch.zeros_like(m, dtype=dtype).masked_fill(m, -math.inf)
             if m.dtype == torch.bool
-            else m.to(dtype)
+            else m.to(torch.promote_types(m.dtype, dtype) if m.dtype == torch.float32 else dtype)
             for m in given
         ]
         merged = additive[0] if len(additive) == 1 else additive[0] + additive[1]

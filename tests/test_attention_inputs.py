@@ -78,3 +78,23 @@ def test_numbers_that_are_no_floats(make, backend):
     assert torch.equal(
         F.attention(q, k, v, dropout_p=make(0.5), scale=make(0.25), softcap=make(2.0)), expected
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 4, 9, 21), (2, 4, 9, 1), (1, 1, 1, 21)], ids=str)
+def test_a_float32_bias_is_not_rounded(sizes, dtype, backend, one_thread):
+    """Adding 1000 to all of it changes nothing then; 1000 of the operands' dtype would hold nothing else. Its gradient has its
+    dtype."""
+    q, k, v, grad = attention.make((2, 4, 2, 9, 21, 16, 16), dtype)
+    bias = torch.randn(sizes)
+    results = []
+    for shift in (0, 1000):
+        leaf = (bias + shift).requires_grad_()
+        out = F.attention(q, k, v, leaf, enable_gqa=True)
+        results.append((out, *torch.autograd.grad(out, leaf, grad)))
+    (expected, expected_dbias), (out, dbias) = results
+    assert out.dtype == dtype and dbias.dtype == torch.float32 and dbias.shape == bias.shape
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out, expected, rtol=eps, atol=eps)
+    scale = (grad.float() @ v.float().repeat_interleave(2, 1).mT).abs().max().item()
+    torch.testing.assert_close(dbias, expected_dbias, rtol=eps, atol=eps * scale)

@@ -141,6 +141,21 @@ def test_multihead_attention_misuse(need_weights, error, match, call):
             module(**arguments)
 
 
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_float32_masks_of_a_16_bit_module_are_not_rounded(need_weights, padding, backend):
+    """As in torch, where weights are not asked for (it refuses them otherwise)."""
+    module = pyckpt.nn.MultiheadAttention(16, 2, batch_first=True, dtype=torch.bfloat16)
+    x, mask = torch.randn(2, 5, 16, dtype=torch.bfloat16), torch.randn(5, 5)
+    hidden = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if padding else None
+    out, expected = (
+        module(x, x, x, key_padding_mask=hidden, attn_mask=mask + shift, need_weights=need_weights)[0]
+        for shift in (1000, 0)
+    )
+    eps = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(out, expected, rtol=eps, atol=eps)
+
+
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_dropout_out_of_range(need_weights):
     x = torch.randn(2, 3, 16)

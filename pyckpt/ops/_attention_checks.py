@@ -96,9 +96,9 @@ def check_mask(mask: Tensor, q: Tensor, scores: tuple[int, ...]) -> None:
         raise TypeError(
             f"attention: attn_mask must be a tensor, got {type(mask).__name__}; use torch.tensor(attn_mask)"
         )
-    if mask.dtype not in (torch.bool, q.dtype):
+    if mask.dtype not in (torch.bool, q.dtype, wide_dtype(q)):
         raise RuntimeError(
-            f"attention: {describe('attn_mask', mask)} must be boolean (True = keep) or additive in the dtype of "
+            f"attention: {describe('attn_mask', mask)} must be boolean (True = keep) or additive, in float32 or in the dtype of "
             f"{describe('query', q)}; convert it, e.g. attn_mask.to(query.dtype)"
         )
     if mask.device != q.device:

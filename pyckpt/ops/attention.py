@@ -62,7 +62,7 @@ def _fake_fwd(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]
 def _fake_bwd(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> Any:
     wanted = rest[-1]
     like = [torch.empty_like(x) for x in (q, k, v)]
-    like.append(q.new_empty(mask.shape if mask is not None else 0))
+    like.append(q.new_empty(0) if mask is None else mask.new_empty(mask.shape))
     return tuple(x if w else q.new_empty(0) for x, w in zip(like, wanted, strict=True))
 
 
@@ -210,9 +210,9 @@ def attention(
         query: (..., heads, queries, width); float32, bfloat16, float16 or float64.
         key: (..., heads, keys, width), with the leading dimensions of `query`, or ones that broadcast to them.
         value: (..., heads, keys, value width).
-        attn_mask: broadcastable to (..., heads, queries, keys); boolean (True = keep) or additive, of the query's dtype. A
-            query with nothing kept gives zeros and zero gradients (torch: NaN). Keys masked for every query may hold NaN or
-            infinity. An additive mask that requires grad receives its gradient. May go with `is_causal` and `window`.
+        attn_mask: broadcastable to (..., heads, queries, keys); boolean (True = keep) or additive, of the query's dtype or
+            float32. A query with nothing kept gives zeros and zero gradients (torch: NaN). Keys masked for every query may hold
+            NaN or infinity. An additive mask that requires grad receives its gradient. May go with `is_causal` and `window`.
         dropout_p: probability of dropping a weight; see :func:`pyckpt.functional.dropout`. Pass 0 in evaluation.
         is_causal: query i sees keys up to i (see `causal_alignment`).
         scale: factor on the scores; None: ``1 / sqrt(width)``.
@@ -264,6 +264,8 @@ def attention(
     scores = (*leading, query.shape[-2], key.shape[-2])
     squeezed = max(query.dim(), key.dim(), value.dim()) == 2
     if attn_mask is not None:
+        if isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.float32:
+            attn_mask = attn_mask.to(wide_dtype(query))
         check_mask(attn_mask, query, scores[1:] if squeezed else scores)
         if attn_mask.dim() > 4 or (len(leading) > 2 and attn_mask.dim() == 4 and attn_mask.shape[0] != 1):
             attn_mask = attn_mask.expand(scores).reshape(-1, *scores[-3:])
