@@ -33,6 +33,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
+        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+                raise AssertionError(
+                    f"only bool and floating types of {name} are supported, got {mask.dtype}"
+                )
         batched = F._mha_shape_check(  # type: ignore[attr-defined]
             query, key, value, key_padding_mask, attn_mask, self.num_heads
         )
@@ -50,10 +55,15 @@ class MultiheadAttention(nn.MultiheadAttention):
                 key_padding_mask = key_padding_mask.unsqueeze(0)
         q, k, v = (self._heads(x, batch_first) for x in self._project(query, key, value))
         batch, _, queries, width = q.shape
-        causal = is_causal and key_padding_mask is None and not need_weights
-        mask = None if causal else self._mask(attn_mask, batch)
         keys = k.shape[2]
-        padding = None if key_padding_mask is None else key_padding_mask.reshape(batch, 1, 1, keys)
+        causal = is_causal and key_padding_mask is None and not need_weights
+        mask = None if causal or attn_mask is None else self._mask(attn_mask, batch, queries, keys)
+        padding = None
+        if key_padding_mask is not None:
+            assert key_padding_mask.shape == (batch, keys), (
+                f"expected key_padding_mask of shape (batch, keys) = {(batch, keys)}, got {tuple(key_padding_mask.shape)}"
+            )
+            padding = key_padding_mask[:, None, None]
         if self.bias_k is not None and self.bias_v is not None:
             k, v = (
                 torch.cat([x, b.view(1, self.num_heads, 1, -1).expand(batch, -1, -1, -1).to(x.dtype)], 2)
@@ -74,7 +84,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights = weights.mean(1)
         if not batched:
             return result.squeeze(0), None if weights is None else weights.squeeze(0)
-        return (result if batch_first else result.transpose(0, 1)), weights
+        if not batch_first:
+            # In memory too. Here rather than before the projection, which then keeps a view of the attention's output.
+            result = result.transpose(0, 1).flatten(0, 1).unflatten(0, (queries, batch))
+        return result, weights
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """What torch asserts."""
@@ -116,22 +129,18 @@ class MultiheadAttention(nn.MultiheadAttention):
         x = x.unflatten(-1, (self.num_heads, self.head_dim))
         return x.transpose(1, 2) if batch_first else x.permute(1, 2, 0, 3)
 
-    def _mask(self, mask: Tensor | None, batch: int) -> Tensor | None:
-        if mask is None:
-            return None
-        if mask.dtype != torch.bool and not mask.is_floating_point():
-            raise AssertionError(f"only bool and floating types of attn_mask are supported, got {mask.dtype}")
-        if mask.dim() == 3:
-            return mask.reshape(batch, self.num_heads, *mask.shape[1:])
-        return mask[None, None]
+    def _mask(self, mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
+        """(batch, heads, queries, keys), or a 1 for the first two."""
+        shape = (queries, keys) if mask.dim() == 2 else (batch * self.num_heads, queries, keys)
+        if mask.shape != shape:
+            raise RuntimeError(
+                f"The shape of the {mask.dim()}D attn_mask is {mask.shape}, but should be {shape}."
+            )
+        return mask[None, None] if mask.dim() == 2 else mask.unflatten(0, (batch, self.num_heads))
 
     @staticmethod
     def _merged(mask: Tensor | None, padding: Tensor | None, added: int, dtype: torch.dtype) -> Tensor | None:
         """One mask of the two (True = ignore, or additive) as :func:`attention` takes it (True = keep), and `added` more keys."""
-        if padding is not None and padding.dtype != torch.bool and not padding.is_floating_point():
-            raise AssertionError(
-                f"only bool and floating types of key_padding_mask are supported, got {padding.dtype}"
-            )
         given = [m for m in (mask, padding) if m is not None]
         if not given:
             return None
@@ -141,7 +150,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         additive = [
             torch.zeros_like(m, dtype=dtype).masked_fill(m, -math.inf)
             if m.dtype == torch.bool
-            else m.to(dtype)
+            else m.to(torch.promote_types(m.dtype, dtype) if m.dtype == torch.float32 else dtype)
             for m in given
         ]
         merged = additive[0] if len(additive) == 1 else additive[0] + additive[1]

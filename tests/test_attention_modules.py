@@ -24,8 +24,8 @@ VARIANTS = {
 }
 
 
-def _inputs(options, same, batched):
-    batch, queries, keys = 3, 5, 5 if same else 7
+def _inputs(options, same, batched, batch=3):
+    queries, keys = 5, 5 if same else 7
     sizes = ((queries, 16), (keys, options.get("kdim", 16)), (keys, options.get("vdim", 16)))
     tensors = [torch.randn(batch, *size) for size in sizes]
     if same:
@@ -75,6 +75,24 @@ def test_multihead_attention_as_torch(options, backend, one_thread):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("batch", [3, 1])
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_strides_as_torch(options, batch, backend, one_thread):
+    """Of outputs and weights. Where torch transposes a batch that comes first, ours lies as its shape says: no view fails."""
+    theirs, ours = (library.MultiheadAttention(16, 4, **options) for library in (nn, pyckpt.nn))
+    for same, batched, need_weights, average in itertools.product((True, False), repeat=4):
+        if (same and "kdim" in options) or (not batched and batch == 1):
+            continue
+        tensors = _inputs(options, same, batched, batch)
+        call = {"need_weights": need_weights, "average_attn_weights": average}
+        (out, weights), (expected, their_weights) = (m(*tensors, **call) for m in (ours, theirs))
+        if options.get("batch_first"):
+            expected = torch.empty(expected.shape)
+        assert out.stride() == expected.stride()
+        if need_weights:
+            assert weights.stride() == their_weights.stride()
+
+
 def test_weights_are_those_that_the_output_is_made_with(backend):
     """Dropout's too."""
     module = pyckpt.nn.MultiheadAttention(16, 2, dropout=0.4, batch_first=True)
@@ -98,21 +116,59 @@ def test_a_query_that_sees_nothing(backend):
     assert (weights[0, 1] == 0).all() and x.grad.isfinite().all()
 
 
-def test_multihead_attention_misuse():
+@pytest.mark.parametrize(
+    ("error", "match", "call"),
+    [
+        (RuntimeError, "is_causal", {"is_causal": True}),
+        (AssertionError, "embedding dimension", {"query": torch.zeros(2, 3, 8)}),
+        (AssertionError, "bool and floating", {"attn_mask": torch.zeros(2, 2, dtype=torch.int64)}),
+        (AssertionError, "bool and floating", {"attn_mask": torch.zeros(2, 2, dtype=torch.uint8), "is_causal": True}),
+        (AssertionError, "bool and floating", {"key_padding_mask": torch.zeros(3, 2, dtype=torch.int64)}),
+        (AssertionError, "key_padd", {"key_padding_mask": torch.zeros(2, 3, dtype=torch.bool)}),
+        (AssertionError, "key_padd", {"key_padding_mask": torch.zeros(1, 2, dtype=torch.bool)}),
+        (RuntimeError, "2D attn_mask", {"attn_mask": torch.zeros(1, 2)}),
+        (RuntimeError, "2D attn_mask", {"attn_mask": torch.zeros(2, 1, dtype=torch.bool)}),
+        (RuntimeError, "3D attn_mask", {"attn_mask": torch.zeros(3, 2, 2)}),
+        (RuntimeError, "3D attn_mask", {"attn_mask": torch.zeros(6, 1, 4)}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_multihead_attention_misuse(need_weights, error, match, call):
     x = torch.randn(2, 3, 16)
+    arguments = {"query": x, "key": x, "value": x, "need_weights": need_weights} | call
     for module in (nn.MultiheadAttention(16, 2), pyckpt.nn.MultiheadAttention(16, 2)):
-        with pytest.raises(RuntimeError, match="is_causal"):
-            module(x, x, x, is_causal=True)
-        with pytest.raises(AssertionError, match="embedding dimension"):
-            module(x[..., :8], x, x)
-        with pytest.raises(AssertionError):
-            module(x, x, x, attn_mask=torch.zeros(2, 2, dtype=torch.int64))
+        with pytest.raises(error, match=match):
+            module(**arguments)
 
 
-def test_multihead_attention_keeps_no_weights(native, counted, one_thread):
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_float32_masks_of_a_16_bit_module_are_not_rounded(need_weights, padding, backend):
+    """As in torch, where weights are not asked for (it refuses them otherwise)."""
+    module = pyckpt.nn.MultiheadAttention(16, 2, batch_first=True, dtype=torch.bfloat16)
+    x, mask = torch.randn(2, 5, 16, dtype=torch.bfloat16), torch.randn(5, 5)
+    hidden = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if padding else None
+    out, expected = (
+        module(x, x, x, key_padding_mask=hidden, attn_mask=mask + shift, need_weights=need_weights)[0]
+        for shift in (1000, 0)
+    )
+    eps = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(out, expected, rtol=eps, atol=eps)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_dropout_out_of_range(need_weights):
+    x = torch.randn(2, 3, 16)
+    with pytest.raises(ValueError, match="dropout"):
+        pyckpt.nn.MultiheadAttention(16, 2, dropout=1.5)(x, x, x, need_weights=need_weights)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_multihead_attention_keeps_no_weights(batch_first, native, counted, one_thread):
     """x (the caller's), q, k, v and the output, whether weights are returned (and dropped by the caller) or not."""
-    x = torch.randn(4, 256, 64, requires_grad=True)
-    module = pyckpt.nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=True)
+    x = torch.randn(4, 256, 64) if batch_first else torch.randn(256, 4, 64)
+    x.requires_grad_()
+    module = pyckpt.nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=batch_first)
     for need_weights in (False, True):
         saved = saved_bytes(lambda need=need_weights: module(x, x, x, need_weights=need)[0])
         assert 4 * x.nbytes <= saved <= 4.2 * x.nbytes, saved / x.nbytes

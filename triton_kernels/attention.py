@@ -135,7 +135,7 @@ class Call(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    mask: Tensor | None  # four dimensions: uint8 (0: masked) or the dtype of q, expanded to the scores
+    mask: Tensor | None  # four dimensions: uint8 (0: masked) or a floating dtype, expanded to the scores
     slopes: Tensor | None  # (batch, heads)
     bounds: Tensor | None  # of packed sequences, see _attention_tiles.keys_seen; int32
     key_bounds: Tensor | None  # for backward, see queries_seen
@@ -180,7 +180,7 @@ class Call(NamedTuple):
         width, v_width = self.q.shape[3], self.v.shape[3]
         return {
             "width": width, "v_width": v_width, "FOURS": self.k.shape[2] % 4 == 0, "EMPTY": self.empty,
-            "BOOLEAN": self.mask is not None and self.mask.dtype != self.q.dtype, "WIDTH": padded(width),
+            "BOOLEAN": self.mask is not None and self.mask.dtype == torch.uint8, "WIDTH": padded(width),
             "V_WIDTH": padded(v_width),
         }  # fmt: skip
 

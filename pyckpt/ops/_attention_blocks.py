@@ -86,7 +86,7 @@ class Chunk:
             h1 = min(h0 + step, end)
             for r0 in range(s.q0, s.q1, a.rows_at_once(s)):
                 r1 = min(r0 + a.rows_at_once(s), s.q1)
-                c0, c1 = max(s.k0, r0 + s.offset - a.left), min(s.k1, r1 + s.offset + a.right)
+                c0, c1 = a.columns(s, r0, r1)
                 if c0 < c1:
                     yield Block(h0, h1, r0, r1, c0, c1)
 
@@ -167,6 +167,10 @@ class Attention:
             jobs.setdefault(key, []).append(chunk)
         return list(jobs.values())
 
+    def columns(self, s: Sequence, r0: int, r1: int) -> tuple[int, int]:
+        """The keys [c0, c1) that the limits let any of rows [r0, r1) see."""
+        return max(s.k0, r0 + s.offset - self.left), min(s.k1, r1 + s.offset + self.right)
+
     def rows_at_once(self, s: Sequence) -> int:
         limited = min(self.left, self.right) < self.keys
         rows = max(1, SCORES // max(1, s.k1 - s.k0))
@@ -238,12 +242,31 @@ class Attention:
         return DTYPES[self.dtype][0], mask_code, self.mask_kind, geometry, self.addresses, self.numbers
 
     def clean(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v without NaN or infinity in keys that the mask hides from every query: 0 times these would reach the output."""
+        """k and v without NaN or infinity in keys that the mask, alone or with the limits, hides from every query: 0 times these
+        would reach the output. Keys that limits alone hide are in no block."""
         if self.mask is None or all(bool(x.sum().isfinite()) for x in (k, v)):
             return k, v
-        keep = self.mask if self.mask_kind == 1 else self.mask != -float("inf")
-        keep = keep.any(2, keepdim=True)
-        if keep.shape[1] != 1:
-            keep = keep.view(keep.shape[0], self.kv_heads, self.group, 1, keep.shape[3]).any(2)
-        hidden = ~keep.transpose(2, 3)
+        seen = self.keys_seen()
+        if seen.shape[1] != 1:
+            seen = seen.view(seen.shape[0], self.kv_heads, self.group, self.keys).any(2)
+        hidden = ~seen.unsqueeze(-1)
         return k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
+
+    def keys_seen(self) -> Tensor:
+        """Which keys any query sees, by the mask and the limits: (batch or 1, heads or 1, keys)."""
+        assert self.mask is not None
+        mask = self.mask.expand(-1, -1, self.queries, self.keys)
+        seen = mask.new_zeros((*mask.shape[:2], self.keys), dtype=torch.bool)
+        for s in self.sequences:
+            for r0 in range(s.q0, s.q1, SHORT):
+                r1 = min(r0 + SHORT, s.q1)
+                c0, c1 = self.columns(s, r0, r1)
+                if c0 >= c1:
+                    continue
+                part = mask[:, :, r0:r1, c0:c1]
+                keep = part if self.mask_kind == 1 else part != -float("inf")
+                rows, columns = (torch.arange(*ends, device=mask.device) for ends in ((r0, r1), (c0, c1)))
+                distance = columns - rows[:, None] - s.offset
+                within = (distance >= -self.left) & (distance <= self.right)
+                seen[:, :, c0:c1] |= (keep & within).any(2)
+        return seen

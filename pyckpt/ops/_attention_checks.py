@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import itertools
+import numbers
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._attention_definition import Given, Options, wide_dtype
 from ._native import together
-from ._registry import describe, refused
+from ._registry import describe, is_plain, refused
 from .dropout import check_random
+
+
+def _is_number(value: Any) -> bool:
+    """As torch has it for its float arguments: also numpy's scalars, and tensors of no dimension."""
+    if isinstance(value, Tensor):
+        return not value.dim() and not value.requires_grad and not value.is_complex()
+    return isinstance(value, numbers.Real)
 
 
 def check_options(
     dropout_p: float,
+    is_causal: bool,
     scale: float | None,
+    enable_gqa: bool,
     softcap: float,
     window: int | tuple[int | None, int | None] | None,
     causal_alignment: str,
 ) -> None:
     if torch.compiler.is_compiling():
         return
-    for name, value in (("scale", scale), ("softcap", softcap)):
-        if value is not None and not isinstance(value, (int, float)):
+    for name, value in (("dropout_p", dropout_p), ("scale", scale), ("softcap", softcap)):
+        if not _is_number(value) and not (name == "scale" and value is None):
             raise TypeError(f"attention: {name} must be a float, got {type(value).__name__}")
+    for name, value in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(value, bool):
+            raise TypeError(f"attention: {name} must be a bool, got {type(value).__name__}")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"attention: dropout_p has to be between 0 and 1, but got {dropout_p}")
     if not 0.0 <= softcap < float("inf"):
@@ -69,8 +83,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> None:
     if not grouped:
         return
     if min(q.dim(), k.dim(), v.dim()) < 3:
-        raise RuntimeError("attention: enable_gqa needs query, key and value of three dimensions or more")
-    if k.shape[-3] != v.shape[-3] or not k.shape[-3] or q.shape[-3] % k.shape[-3]:
+        raise IndexError("attention: enable_gqa needs query, key and value of three dimensions or more")
+    if k.shape[-3] != v.shape[-3] or (q.shape[-3] % k.shape[-3] if k.shape[-3] else q.shape[-3]):
         raise RuntimeError(
             f"attention: with enable_gqa the heads (dimension -3) of {describe('query', q)} must be a multiple of those of "
             f"{describe('key', k)} and {describe('value', v)}"
@@ -82,9 +96,9 @@ def check_mask(mask: Tensor, q: Tensor, scores: tuple[int, ...]) -> None:
         raise TypeError(
             f"attention: attn_mask must be a tensor, got {type(mask).__name__}; use torch.tensor(attn_mask)"
         )
-    if mask.dtype not in (torch.bool, q.dtype):
+    if mask.dtype not in (torch.bool, q.dtype, wide_dtype(q)):
         raise RuntimeError(
-            f"attention: {describe('attn_mask', mask)} must be boolean (True = keep) or additive in the dtype of "
+            f"attention: {describe('attn_mask', mask)} must be boolean (True = keep) or additive, in float32 or in the dtype of "
             f"{describe('query', q)}; convert it, e.g. attn_mask.to(query.dtype)"
         )
     if mask.device != q.device:
@@ -107,28 +121,60 @@ def check_slopes(slopes: Tensor, q: Tensor) -> None:
         raise RuntimeError(
             "attention: alibi_slopes get no gradient; detach them, or pass the bias as attn_mask, which does"
         )
-    if slopes.device != q.device or slopes.dim() not in (1, 2) or slopes.shape[-1] not in (1, q.shape[-3]):
+    batch, heads = q.shape[:2]
+    if (
+        slopes.device != q.device
+        or slopes.dim() not in (1, 2)
+        or slopes.shape[-1] not in (1, heads)
+        or (slopes.dim() == 2 and slopes.shape[0] not in (1, batch))
+    ):
         raise RuntimeError(
             f"attention: {describe('alibi_slopes', slopes)} must be of shape (heads,) or (batch, heads) for "
             f"{describe('query', q)}"
         )
 
 
-def check_bounds(name: str, bounds: Tensor, q: Tensor) -> None:
-    """Their values are read by the kernels, and looked at here only where that costs no synchronization."""
+def check_packed(cu_seqlens: Any, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The bounds along queries and keys. Their values are read by the kernels, and looked at here only where that costs no
+    synchronization."""
+    pair = cu_seqlens if isinstance(cu_seqlens, (tuple, list)) else (cu_seqlens, cu_seqlens)
+    if len(pair) != 2:
+        raise TypeError(
+            f"attention: cu_seqlens must be a tensor or a pair of tensors (of queries, of keys), got {len(pair)} of them"
+        )
+    bounds_q, bounds_k = pair
+    if bounds_q is None and bounds_k is None:
+        return None, None
+    if bounds_q is None or bounds_k is None:
+        raise RuntimeError(
+            "attention: cu_seqlens of queries and of keys are given together or not at all; pass one tensor for both if they are "
+            "the same"
+        )
+    for bounds, length in ((bounds_q, q.shape[2]), (bounds_k, k.shape[2])):
+        _check_bounds(bounds, length, q)
+    if bounds_q.shape != bounds_k.shape:
+        raise RuntimeError(
+            "attention: cu_seqlens of queries and of keys must count the same sequences, got bounds of shape "
+            f"{tuple(bounds_q.shape)} and {tuple(bounds_k.shape)}"
+        )
+    return bounds_q, bounds_k
+
+
+def _check_bounds(bounds: Tensor, length: int, q: Tensor) -> None:
     if not isinstance(bounds, Tensor) or bounds.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"attention: {describe(name, bounds)} must be a tensor of int32 or int64")
+        raise TypeError(f"attention: {describe('cu_seqlens', bounds)} must be a tensor of int32 or int64")
     if bounds.dim() != 1 or not bounds.numel() or bounds.device != q.device:
         raise RuntimeError(
-            f"attention: {describe(name, bounds)} must be of shape (sequences + 1,), on the device of {describe('query', q)}"
+            f"attention: {describe('cu_seqlens', bounds)} must be of shape (sequences + 1,), on the device of "
+            f"{describe('query', q)}"
         )
-
-
-def check_bound_values(name: str, bounds: list[int], length: int) -> None:
-    if bounds[0] != 0 or bounds[-1] > length or any(b < a for a, b in itertools.pairwise(bounds)):
+    if not bounds.is_cpu or not is_plain(bounds) or torch.compiler.is_compiling():
+        return
+    ends = bounds.tolist()
+    if ends[0] != 0 or ends[-1] > length or any(b < a for a, b in itertools.pairwise(ends)):
         raise RuntimeError(
-            f"attention: {name} must begin with 0, never fall and end at {length} at most, got {bounds[:8]}"
-            f"{'...' if len(bounds) > 8 else ''}"
+            f"attention: cu_seqlens must begin with 0, never fall and end at {length} at most, got {ends[:8]}"
+            f"{'...' if len(ends) > 8 else ''}"
         )
 
 
@@ -160,18 +206,7 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, given: Given, options: Opti
         or given.slopes.device != q.device
     ):
         raise refused(f"{describe('slopes', given.slopes)} do not fit {describe('q', q)}")
-    if (given.cu_seqlens_q is None) != (given.cu_seqlens_k is None):
-        raise refused("cu_seqlens_q and cu_seqlens_k are given together or not at all")
-    for name, bounds, length in (
-        ("cu_seqlens_q", given.cu_seqlens_q, queries),
-        ("cu_seqlens_k", given.cu_seqlens_k, k.shape[2]),
-    ):
-        if bounds is not None:
-            check_bounds(name, bounds, q)
-            if bounds.is_cpu:
-                check_bound_values(name, bounds.tolist(), length)
-    if given.cu_seqlens_q is not None and given.cu_seqlens_q.shape != given.cu_seqlens_k.shape:  # type: ignore[union-attr]
-        raise refused("cu_seqlens_q and cu_seqlens_k must count the same sequences")
+    check_packed((given.cu_seqlens_q, given.cu_seqlens_k), q, k)
 
 
 def check_backward(grad: Tensor, q: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor) -> None:

@@ -148,7 +148,7 @@ def cpu_bwd(
             q, grad = q.masked_fill(empty, 0.0), grad.masked_fill(empty, 0.0)
         body = functools.partial(_backward_chunk, (grad, q, k, v), gradients, wanted, bias)
         a.run(a.jobs(None if bias is None else given.mask), body)
-    dmask = q.new_empty(0) if bias is None else bias.total.to(q.dtype)
+    dmask = q.new_empty(0) if bias is None or given.mask is None else bias.total.to(given.mask.dtype)
     return gradients[0], gradients[1], gradients[2], dmask
 
 

@@ -22,9 +22,8 @@ from .dropout import dropout_factors
 class Given(NamedTuple):
     """The tensors that the ops take after q, k and v, in the order of their schemas."""
 
-    mask: Tensor | None = (
-        None  # boolean (True = keep) or additive, broadcast to (batch, heads, queries, keys)
-    )
+    # Boolean (True = keep) or additive, in the dtype of q or the wide one; broadcast to (batch, heads, queries, keys).
+    mask: Tensor | None = None
     slopes: Tensor | None = None  # ALiBi, float32 (float64), broadcast to (batch, heads)
     cu_seqlens_q: Tensor | None = None  # bounds of packed sequences, int32 or int64, (sequences + 1,)
     cu_seqlens_k: Tensor | None = None
@@ -211,7 +210,9 @@ def reference_bwd(
     dv = _summed(dropped, grad, kv_heads)
     dp = _product(grad, _repeated(v, q.shape[1]).transpose(-1, -2)).to(f.p.dtype)
     ds = gradient(f.p, dp if f.factors is None else dp * f.factors, True, 1.0)
-    dmask = ds.sum_to_size(given.mask.shape).to(q.dtype) if given.mask is not None and wanted[3] else None
+    dmask = None
+    if given.mask is not None and wanted[3]:
+        dmask = ds.sum_to_size(given.mask.shape).to(given.mask.dtype)
     if f.slope is not None:
         ds = (ds * f.slope).masked_fill(f.p == 0, 0.0)
     ds = (ds * options.scale).to(q.dtype)

@@ -121,10 +121,10 @@ def backward(
     if mask is not None and wanted[3]:
         # Every head's part, in blocks of queries where the bias broadcasts over these; then torch sums them in its fixed order.
         whole = mask.shape == (*q.shape[:3], k.shape[2])
-        dtype = q.dtype if whole else wide_dtype(q)
+        dtype = mask.dtype if whole else wide_dtype(q)
         parts = module.bias_partials(call, rows_summed, keys_summed)
         dbias = q.new_zeros((*q.shape[:2], *parts), dtype=dtype)
     if dq is not None or dbias is not None:
         module.query_gradients(call, grad, shift, delta, total, dq, dbias, rows_summed, keys_summed)
-    dmask = None if dbias is None or mask is None else dbias.sum_to_size(mask.shape).to(q.dtype)
+    dmask = None if dbias is None or mask is None else dbias.sum_to_size(mask.shape).to(mask.dtype)
     return tuple(q.new_empty(0) if x is None else x for x in (dq, dk, dv, dmask))  # type: ignore[return-value]

@@ -21,10 +21,9 @@ from .. import backends
 from ._attention_checks import (
     check_arguments,
     check_backward,
-    check_bound_values,
-    check_bounds,
     check_mask,
     check_options,
+    check_packed,
     check_slopes,
     check_tensors,
 )
@@ -63,7 +62,7 @@ def _fake_fwd(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]
 def _fake_bwd(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> Any:
     wanted = rest[-1]
     like = [torch.empty_like(x) for x in (q, k, v)]
-    like.append(q.new_empty(mask.shape if mask is not None else 0))
+    like.append(q.new_empty(0) if mask is None else mask.new_empty(mask.shape))
     return tuple(x if w else q.new_empty(0) for x, w in zip(like, wanted, strict=True))
 
 
@@ -211,9 +210,9 @@ def attention(
         query: (..., heads, queries, width); float32, bfloat16, float16 or float64.
         key: (..., heads, keys, width), with the leading dimensions of `query`, or ones that broadcast to them.
         value: (..., heads, keys, value width).
-        attn_mask: broadcastable to (..., heads, queries, keys); boolean (True = keep) or additive, of the query's dtype. A
-            query with nothing kept gives zeros and zero gradients (torch: NaN). Keys masked for every query may hold NaN or
-            infinity. An additive mask that requires grad receives its gradient. May go with `is_causal` and `window`.
+        attn_mask: broadcastable to (..., heads, queries, keys); boolean (True = keep) or additive, of the query's dtype or
+            float32. A query with nothing kept gives zeros and zero gradients (torch: NaN). Keys masked for every query may hold
+            NaN or infinity. An additive mask that requires grad receives its gradient. May go with `is_causal` and `window`.
         dropout_p: probability of dropping a weight; see :func:`pyckpt.functional.dropout`. Pass 0 in evaluation.
         is_causal: query i sees keys up to i (see `causal_alignment`).
         scale: factor on the scores; None: ``1 / sqrt(width)``.
@@ -231,11 +230,12 @@ def attention(
         (..., heads, queries, value width), heads beside each other in memory: ``out.transpose(-3, -2).flatten(-2)`` is a view.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices that do not fit; ValueError, TypeError: options out of range.
+        RuntimeError: shapes, dtypes or devices that do not fit; IndexError: enable_gqa without heads; ValueError, TypeError:
+            options out of range.
     """
     if not isinstance(query, Tensor) or not isinstance(key, Tensor) or not isinstance(value, Tensor):
         return F.scaled_dot_product_attention(query, key, value)  # torch's TypeError
-    check_options(dropout_p, scale, softcap, window, causal_alignment)
+    check_options(dropout_p, is_causal, scale, enable_gqa, softcap, window, causal_alignment)
     extended = softcap or window is not None or alibi_slopes is not None or cu_seqlens is not None
     extended = extended or causal_alignment != "top_left" or (attn_mask is not None and is_causal)
     if not extended and (query.dtype not in DTYPES or query.is_nested or is_sharded(query)):
@@ -264,6 +264,8 @@ def attention(
     scores = (*leading, query.shape[-2], key.shape[-2])
     squeezed = max(query.dim(), key.dim(), value.dim()) == 2
     if attn_mask is not None:
+        if isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.float32:
+            attn_mask = attn_mask.to(wide_dtype(query))
         check_mask(attn_mask, query, scores[1:] if squeezed else scores)
         if attn_mask.dim() > 4 or (len(leading) > 2 and attn_mask.dim() == 4 and attn_mask.shape[0] != 1):
             attn_mask = attn_mask.expand(scores).reshape(-1, *scores[-3:])
@@ -274,17 +276,12 @@ def attention(
     if alibi_slopes is not None:
         check_slopes(alibi_slopes, q)
         slopes = alibi_slopes.to(wide_dtype(q)).reshape(-1, alibi_slopes.shape[-1])
-    bounds_q, bounds_k = cu_seqlens if isinstance(cu_seqlens, (tuple, list)) else (cu_seqlens, cu_seqlens)
-    for bounds, length in ((bounds_q, q.shape[2]), (bounds_k, k.shape[2])):
-        if bounds is not None:
-            check_bounds("cu_seqlens", bounds, q)
-            if bounds.is_cpu and is_plain(bounds) and not torch.compiler.is_compiling():
-                check_bound_values("cu_seqlens", bounds.tolist(), length)
+    bounds_q, bounds_k = check_packed(cu_seqlens, q, k)
     given = Given(attn_mask, slopes, bounds_q, bounds_k, new_seed(q.device) if dropout_p > 0 else None)
     left, right = _sides(window, is_causal)
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None and q.shape[-1] else 1.0 if scale is None else scale
     options = Options(
-        float(factor), left, right, causal_alignment == "bottom_right", float(softcap), dropout_p
+        float(factor), left, right, causal_alignment == "bottom_right", float(softcap), float(dropout_p)
     )
     out = _attention(q, k, v, given, options)
     if squeezed:
@@ -317,6 +314,7 @@ def attention_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """(output, weights after dropout) for operands of four dimensions. The weights are computed by a second pass, and again in
     its backward: they live as long as the caller holds them."""
+    check_options(dropout_p, is_causal, scale, False, softcap, None, "top_left")
     given = Given(mask, seed=new_seed(q.device) if dropout_p > 0 else None)
     options = Options(scale, right=0 if is_causal else None, softcap=softcap, dropout_p=dropout_p)
     out = _attention(q, k, v, given, options)
