@@ -206,7 +206,7 @@ def test_output_is_kept_once(native, counted, one_thread):
     assert projected - alone <= 16384
 
 
-@pytest.mark.parametrize("name", ["no mask", "boolean mask", "all together"])
+@pytest.mark.parametrize("name", ["no mask", "boolean mask", "packed sequences", "all together"])
 def test_compiles_to_one_opaque_op(name, backend):
     """Without a graph break, with the same masks of dropout; a compiled model keeps no probabilities either."""
     q, k, v, grad = attention.make((2, 4, 2, 9, 21, 8, 8), torch.float32)

@@ -168,7 +168,7 @@ def _check_bounds(bounds: Tensor, length: int, q: Tensor) -> None:
             f"attention: {describe('cu_seqlens', bounds)} must be of shape (sequences + 1,), on the device of "
             f"{describe('query', q)}"
         )
-    if not bounds.is_cpu or not is_plain(bounds) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not bounds.is_cpu or not is_plain(bounds):
         return
     ends = bounds.tolist()
     if ends[0] != 0 or ends[-1] > length or any(b < a for a, b in itertools.pairwise(ends)):

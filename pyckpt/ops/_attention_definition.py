@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._registry import DTYPES
+from ._native import strided
+from ._registry import DTYPES, transformed
 from ._softmax_definition import MINUS_INFINITY, gradient
 from .dropout import dropout_factors
 
@@ -60,9 +61,13 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     return DTYPES[x.dtype][1]
 
 
+def under_autocast(x: Tensor) -> bool:
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)  # which raises for the meta device
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
     wide = wide_dtype(a)
-    if torch.is_autocast_enabled(a.device.type):
+    if under_autocast(a):
         with torch.autocast(a.device.type, enabled=False):
             return (a.to(wide) @ b.to(wide)).to(a.dtype)
     return (a.to(wide) @ b.to(wide)).to(a.dtype)
@@ -201,7 +206,7 @@ def reference_bwd(
     """Differentiable: probabilities are formed anew from q and k."""
     *arguments, _, _, wanted = rest
     given, options = split(arguments)
-    kv_heads, like = k.shape[1], (q, k, v)
+    kv_heads, like, grad = k.shape[1], (q, k, v), strided(grad)
     f = _forward(q, k, v, given, options)
     q, k, v = f.q, f.k, f.v
     dropped = _output(f, q.dtype)[1]
@@ -218,6 +223,8 @@ def reference_bwd(
     ds = (ds * options.scale).to(q.dtype)
     dq = _product(ds, _repeated(k, q.shape[1]))
     dk = _summed(ds, q, kv_heads)
-    gradients = [torch.empty_like(x).copy_(d) for x, d in zip(like, (dq, dk, dv), strict=True)]
+    gradients = [dq, dk, dv]
+    if not transformed() and not torch._C._functorch.is_legacy_batchedtensor(grad):
+        gradients = [torch.empty_like(x).copy_(d) for x, d in zip(like, gradients, strict=True)]
     gradients.append(q.new_empty(0) if dmask is None else dmask.contiguous())
     return tuple(g if w else q.new_empty(0) for g, w in zip(gradients, wanted, strict=True))  # type: ignore[return-value]

@@ -38,6 +38,7 @@ from ._attention_definition import (
     reference_fwd,
     reference_weights,
     split,
+    under_autocast,
     wide_dtype,
 )
 from ._registry import (
@@ -168,10 +169,9 @@ def _sides(window: Any, is_causal: bool) -> tuple[int | None, int | None]:
 
 def _autocast(q: Tensor, *others: Any) -> tuple[Any, ...]:
     """What autocast does to the arguments of scaled_dot_product_attention: all to its dtype, but float64."""
-    device = q.device.type
-    if not torch.is_autocast_enabled(device):
+    if not under_autocast(q):
         return q, *others
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(q.device.type)
     return tuple(
         x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
         for x in (q, *others)
@@ -238,7 +238,8 @@ def attention(
     check_options(dropout_p, is_causal, scale, enable_gqa, softcap, window, causal_alignment)
     extended = softcap or window is not None or alibi_slopes is not None or cu_seqlens is not None
     extended = extended or causal_alignment != "top_left" or (attn_mask is not None and is_causal)
-    if not extended and (query.dtype not in DTYPES or query.is_nested or is_sharded(query)):
+    nested = query.is_nested or key.is_nested or value.is_nested
+    if not extended and (query.dtype not in DTYPES or nested or is_sharded(query)):
         return by_torch(
             dtype_problem("attention", query),
             F.scaled_dot_product_attention,
