@@ -38,21 +38,6 @@ def test_batched_gradients(name, backend):
         torch.testing.assert_close(together, torch.stack(apart))
 
 
-@pytest.mark.parametrize("batched", range(3))
-def test_raw_ops_under_vmap(batched, backend):
-    q, k, v, _ = attention.make((2, 2, 2, 5, 6, 8, 8), torch.float32)
-    arguments = [q, k, v]
-    arguments[batched] = torch.stack([arguments[batched], arguments[batched] * 0.5])
-
-    def call(*tensors):
-        return torch.ops.pyckpt.attention_fwd(*tensors, *[None] * 5, 0.3, None, 0, False, 0.0, 0.0)
-
-    each = [call(*(x[i] if n == batched else x for n, x in enumerate(arguments))) for i in range(2)]
-    dims = tuple(0 if n == batched else None for n in range(3))
-    for a, b in zip(torch.func.vmap(call, in_dims=dims)(*arguments), zip(*each, strict=True), strict=True):
-        torch.testing.assert_close(a, torch.stack(b))
-
-
 @features
 def test_tangents_of_gradients(name, backend):
     """A gradient that carries a tangent, though forward ran without."""

@@ -189,15 +189,9 @@ def output_like(q: Tensor, v: Tensor) -> Tensor:
     )
 
 
-def _into(memory: Tensor, x: Tensor) -> Tensor:
-    """x, in memory laid out as kernels lay it. Batched tensors go where they are."""
-    batched = transformed() or torch._C._functorch.is_legacy_batchedtensor(x)
-    return x if batched else memory.copy_(x)
-
-
 def reference_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     f = _forward(q, k, v, *split(rest))
-    return _into(output_like(q, v), _output(f, q.dtype)[0]), f.logsumexp.detach().contiguous()
+    return output_like(q, v).copy_(_output(f, q.dtype)[0]), f.logsumexp.detach().contiguous()
 
 
 def reference_weights(q: Tensor, k: Tensor, given: Given, options: Options) -> Tensor:
@@ -229,6 +223,8 @@ def reference_bwd(
     ds = (ds * options.scale).to(q.dtype)
     dq = _product(ds, _repeated(k, q.shape[1]))
     dk = _summed(ds, q, kv_heads)
-    gradients = [_into(torch.empty_like(x), d) for x, d in zip(like, (dq, dk, dv), strict=True)]
+    gradients = [dq, dk, dv]
+    if not transformed() and not torch._C._functorch.is_legacy_batchedtensor(grad):
+        gradients = [torch.empty_like(x).copy_(d) for x, d in zip(like, gradients, strict=True)]
     gradients.append(q.new_empty(0) if dmask is None else dmask.contiguous())
     return tuple(g if w else q.new_empty(0) for g, w in zip(gradients, wanted, strict=True))  # type: ignore[return-value]
