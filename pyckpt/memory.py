@@ -160,6 +160,8 @@ def saved_bytes(fn: Callable[[], Any], *, device: str | torch.device = "cpu", wa
 
     * an output counts if the graph keeps it (softmax, relu) and does not if it doesn't (GELU's own output);
     * shared storage counts once, a view counts its whole storage;
+    * 16-bit copies of weights count if the graph keeps them, and not if only the cache of ``torch.autocast`` does, which lets
+      them go when the forward ends (`fn` may begin autocast itself, or be given inside it);
     * parameters and whatever else was alive before `fn` do not count. For what an op keeps of its *input*,
       make the input inside: ``saved_bytes(lambda: F.gelu(x.clone()))`` (clone itself keeps nothing) gives the
       input's bytes.
@@ -183,8 +185,10 @@ def saved_bytes(fn: Callable[[], Any], *, device: str | torch.device = "cpu", wa
     for _ in range(warmup):
         _graph(fn)
     with no_collection():
+        torch.clear_autocast_cache()
         before = _count(where)
         graph = _graph(fn)
+        torch.clear_autocast_cache()
         kept = _count(where) - before
         del graph
     return kept
@@ -238,6 +242,7 @@ def peak_bytes(fn: Callable[[], Any], *, device: str | torch.device = "cpu", war
     where = _device(device)
     for _ in range(warmup):
         fn()
+    torch.clear_autocast_cache()  # inside autocast: what a step casts is new to it
     if where.type == "cuda":
         torch.cuda.synchronize(where)
         before = torch.cuda.memory_allocated(where)

@@ -207,6 +207,29 @@ def test_peak_bytes_of_a_step(x):
     assert 2 * SIZE < memory.peak_bytes(step) <= 3 * SIZE + 1024
 
 
+@pytest.mark.parametrize("differentiable", [True, False])
+@pytest.mark.usefixtures("counted")
+def test_copies_of_weights_under_autocast(differentiable):
+    """Autograd keeps one for the input's gradient; else autocast alone does, which a measurement inside it shall not see."""
+    weight = torch.randn(1024, 1024, requires_grad=True)
+    x = torch.randn(8, 1024, dtype=torch.bfloat16, requires_grad=differentiable)
+
+    def autocast():
+        return torch.autocast("cpu", torch.bfloat16)
+
+    def alone():
+        with autocast():
+            return F.linear(x, weight)
+
+    copy = 2 * weight.numel()
+    expected = copy if differentiable else 0
+    memory.assert_saved_bytes(alone, expected)
+    with autocast():
+        memory.assert_saved_bytes(lambda: F.linear(x, weight), expected)
+        memory.assert_saved_bytes(alone, expected)
+        assert copy <= memory.peak_bytes(lambda: F.linear(x, weight)) < copy + (64 << 10)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_cuda_counters():
     x = torch.randn(1024, 1024, device="cuda", requires_grad=True)

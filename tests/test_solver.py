@@ -10,20 +10,21 @@ from pyckpt.checkpointing._solver import Chain, Option
 number = st.integers(0, 20)
 
 
+def option(length):
+    return st.builds(Option, st.just("option"), st.just(length), *[number] * 5)
+
+
 @st.composite
 def chains(draw):
     count = draw(st.integers(1, 4))
     options = []
     for place in range(count):
-        here = [
-            Option("single", 1, draw(number), draw(number), draw(number))
-            for _ in range(draw(st.integers(1, 3)))
-        ]
+        here = [draw(option(1)) for _ in range(draw(st.integers(1, 3)))]
         for length in range(2, count - place + 1):
             if draw(st.booleans()):
-                here.append(Option("segment", length, draw(number), draw(number), draw(number)))
+                here.append(draw(option(length)))
         options.append(here)
-    return Chain(options, [draw(number) for _ in range(count)], draw(number))
+    return Chain(options, [draw(number) for _ in range(count)], draw(number), draw(number), draw(number))
 
 
 def every_choice(chain, place=0):

@@ -11,27 +11,35 @@ import torch
 from torch import Tensor, nn
 
 from .. import memory
+from ._autocast import Autocast
 
 
 @dataclass
 class Call:
-    """How a block was called, with tensors detached; `output` is what it returned."""
+    """How a block was called, with tensors detached; `output` is what it returned, `autocast` what it was called under."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
+    autocast: Autocast
 
 
 @dataclass
 class Found:
-    """A block: its path, and its kind: blocks of one kind cost the same. `container` and `number`: where it stands in an
-    ``nn.Sequential``."""
+    """A block: its path; `call`, equal for blocks that are alike and called alike; where it stands in an ``nn.Sequential``, as
+    `container` and `number`; and whether its input requires a gradient, once that is known."""
 
     path: str
     module: nn.Module
-    kind: str
+    call: str
     container: str | None = None
     number: int = 0
+    differentiable: bool = True
+
+    @property
+    def kind(self) -> tuple[str, bool]:
+        """Blocks of one kind cost the same."""
+        return self.call, self.differentiable
 
 
 def candidates(model: nn.Module) -> list[str]:
@@ -54,9 +62,9 @@ def candidates(model: nn.Module) -> list[str]:
 
 
 def observe(
-    model: nn.Module, paths: Sequence[str], run: Callable[[], Any]
+    model: nn.Module, paths: Sequence[str], run: Callable[[], Any], device: torch.device
 ) -> tuple[list[Found], dict[str, Call]]:
-    """The blocks at `paths` in the order in which one forward calls them, and a call of each kind.
+    """The blocks at `paths` in the order in which one forward calls them, and each different call.
 
     Raises:
         ValueError: a block is called more than once, or not at all.
@@ -69,14 +77,16 @@ def observe(
         def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             signature = [(tuple(t.shape), str(t.dtype)) for t in memory.tensors([args, kwargs])]
             modes = [m.training for m in module.modules()]
-            kind = f"{describe(module)}{modes}{signature}"
-            kind = hashlib.sha256(kind.encode()).hexdigest()[:16]
+            autocast = Autocast.now(device.type)
+            call = f"{describe(module)}{modes}{signature}{autocast}"
+            call = hashlib.sha256(call.encode()).hexdigest()[:16]
             container, _, name = path.rpartition(".")
             plain = type(model.get_submodule(container)) is nn.Sequential and len(args) == 1 and not kwargs
             number = int(name) if plain and name.isdigit() else 0
-            found.append(Found(path, module, kind, container if plain else None, number))
-            if kind not in calls:
-                calls[kind] = Call(*(with_tensors(value, Tensor.detach) for value in (args, kwargs, output)))
+            found.append(Found(path, module, call, container if plain else None, number))
+            if call not in calls:
+                detached = [with_tensors(value, Tensor.detach) for value in (args, kwargs, output)]
+                calls[call] = Call(detached[0], detached[1], detached[2], autocast)
 
         return record
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from torch.autograd import Function
 
 from .. import memory
 from .._levels import LEVELS
-from ._blocks import Call, with_tensors
+from ._autocast import Autocast
+from ._blocks import Call, Found, with_tensors
 from .segments import checkpoint, offload, quiet_region, segment
 
 
@@ -43,6 +45,10 @@ def run(choice: str, block: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         with quiet_region(choice):
             return block(*args, **kwargs)
     return {"checkpoint": checkpoint, "offload": offload}[choice](block, *args, **kwargs)
+
+
+#: Bytes of other things than tensors that a count may hold: less is not looked at, and makes no difference between choices.
+_NOISE = memory.DEFAULT_TOLERANCE
 
 
 class _Fresh(Function):
@@ -87,9 +93,12 @@ class _Stub(Function):
 
 @dataclass
 class Cost:
-    """Of one block at one choice, in bytes and nanoseconds."""
+    """Of one block at one choice, in bytes: kept for backward; copies of weights that autocast alone holds until the model's
+    forward ends; the peak of forward with both, under autocast; that of a step, with what is kept. And nanoseconds of a step."""
 
     saved: int
+    casts: int
+    forward: int
     peak: int
     time: int
 
@@ -99,63 +108,83 @@ def first_tensor(value: Any) -> Tensor:
 
 
 class Bench:
-    """One kind of block, on a copy of it: gradients, buffers and hooks of the model are not touched."""
+    """One kind of block, on copies of it: gradients, buffers and hooks of the model are not touched."""
 
-    def __init__(self, block: nn.Module, call: Call, autocast: tuple[bool, torch.dtype]):
-        self.block = copy.deepcopy(block)
+    def __init__(self, block: nn.Module, call: Call, differentiable: bool):
         self.call = call
-        self.x = first_tensor([call.args, call.kwargs]).clone().requires_grad_()
-        self.device, self.autocast = self.x.device, autocast
+        self.x = first_tensor([call.args, call.kwargs]).clone().requires_grad_(differentiable)
+        self.device = self.x.device
         y = first_tensor(call.output)
-        # Two in a row, so that what one leaves to the other is counted as in the model; alone where they do not fit.
-        self.chain = 2 if y.shape == self.x.shape and y.dtype == self.x.dtype else 1
+        fits = y.shape == self.x.shape and y.dtype == self.x.dtype
+        self.blocks = [copy.deepcopy(block) for _ in range(2 if fits else 1)]
+        # Two in a row, so that what one leaves to the other is counted as in the model; alone where the second is another kind.
+        self.chain = len(self.blocks) if differentiable else 1
+
+    def once(self, choice: str, block: nn.Module, x: Tensor) -> Tensor:
+        args, kwargs = _replaced(self.call, x)
+        return first_tensor(run(choice, block, *args, **kwargs))
 
     def forward(self, choice: str, count: int) -> Tensor:
-        enabled, dtype = self.autocast
         x = _Fresh.apply(self.x)
-        with torch.autocast(self.device.type, dtype, enabled=enabled):
-            for _ in range(count):
-                args, kwargs = _replaced(self.call, x)
-                x = first_tensor(run(choice, self.block, *args, **kwargs))
+        with self.call.autocast.forward():
+            for block in self.blocks[:count]:
+                x = self.once(choice, block, x)
         return x
 
     def step(self, choice: str, count: int) -> None:
         Ones.apply(self.forward(choice, count)).backward()
 
-    def bytes(self, choice: str) -> tuple[int, int]:
-        """Kept, and the peak of forward and backward with it, above what the blocks before keep."""
-        for p in [self.x, *self.block.parameters()]:
+    def bytes(self, choice: str) -> tuple[int, int, int, int]:
+        """The first four of a :class:`Cost`, above what the blocks before take."""
+        for p in [self.x, *(p for block in self.blocks for p in block.parameters())]:
             p.grad = torch.zeros_like(p) if p.requires_grad else None
-        measured = [
-            memory.saved_bytes(lambda n=n: self.forward(choice, n), device=self.device, warmup=1)  # type: ignore[misc]
-            for n in range(1, self.chain + 1)
-        ]
-        saved = max(measured[-1] - (measured[0] if self.chain > 1 else 0), 0)
-        peak = memory.peak_bytes(lambda: self.step(choice, self.chain), device=self.device)
-        return saved, peak - (saved if self.chain > 1 else 0)
+        whole = partial(self.forward, choice, self.chain)
+        kept = memory.saved_bytes(whole, device=self.device, warmup=1)
+        alone = 0
+        if self.chain > 1:
+            alone = memory.saved_bytes(partial(self.forward, choice, 1), device=self.device, warmup=1)
+        saved = max(kept - alone, 0)
+        before = saved * (self.chain - 1)
+        casts = forward = 0
+        if self.call.autocast.enabled:
+            casts = round(self._casts(whole) / self.chain / _NOISE) * _NOISE
+            forward = memory.peak_bytes(whole, device=self.device) - before - casts * (self.chain - 1)
+        peak = memory.peak_bytes(partial(self.step, choice, self.chain), device=self.device)
+        return saved, casts, forward, peak - before
+
+    def _casts(self, forward: Callable[[], Tensor]) -> int:
+        with self.call.autocast.forward(), memory.no_collection():
+            result = forward()
+            held = memory.allocated_bytes(self.device)
+            torch.clear_autocast_cache()
+            held -= memory.allocated_bytes(self.device)
+            del result
+        return max(held, 0)
 
     def costs(self, choices: Sequence[str], rounds: int) -> dict[str, Cost]:
         """Of each choice; and under "replay", of a block more in a segment: what it adds to the peak, and its forward's time."""
+        if not self.forward("none", 1).requires_grad:
+            return dict.fromkeys(choices, self._frozen(rounds))
         sizes = {choice: self.bytes(choice) for choice in choices}
         calls: dict[str, Callable[[], Any]] = {c: lambda c=c: self.step(c, 1) for c in choices}  # type: ignore[misc]
-        if "checkpoint" in choices and self.chain > 1:
+        if "checkpoint" in choices and len(self.blocks) > 1:
             double = memory.peak_bytes(self._segment_of_two, device=self.device)
             alone = memory.peak_bytes(lambda: self.step("checkpoint", 1), device=self.device)
-            sizes["replay"] = 0, max(double - alone, 0)
+            sizes["replay"] = 0, 0, 0, max(double - alone, 0)
             calls["replay"] = lambda: self.forward("pointwise", 1)
         times = in_turn(calls, rounds, self.device)
         return {c: Cost(*sizes[c], times[c]) for c in sizes}
 
+    def _frozen(self, rounds: int) -> Cost:
+        """Where autograd takes no part."""
+        forward = partial(self.forward, "none", 1)
+        peak = memory.peak_bytes(forward, device=self.device)
+        return Cost(0, 0, 0, peak, in_turn({"none": forward}, rounds, self.device)["none"])
+
     def _segment_of_two(self) -> None:
-        enabled, dtype = self.autocast
-
-        def once(x: Tensor) -> Tensor:
-            args, kwargs = _replaced(self.call, x)
-            return first_tensor(self.block(*args, **kwargs))
-
         x = _Fresh.apply(self.x)
-        with torch.autocast(self.device.type, dtype, enabled=enabled):
-            y = segment([once, once], x)
+        with self.call.autocast.forward():
+            y = segment([partial(self.once, "none", block) for block in self.blocks], x)
         Ones.apply(y).backward()
 
 
@@ -192,10 +221,11 @@ def in_turn(calls: dict[str, Callable[[], Any]], rounds: int, device: torch.devi
 
 @dataclass
 class Rest:
-    """Of the model without its blocks: bytes that stand when the first block begins, the peak, what is kept, nanoseconds, and
-    bytes of its parameters' gradients."""
+    """Of the model without its blocks: bytes that stand when the first block begins, the peak of forward, that of a step, what is
+    kept, nanoseconds, and bytes of its parameters' gradients."""
 
     before: int
+    forward: int
     peak: int
     saved: int
     time: int
@@ -205,58 +235,66 @@ class Rest:
 class _StubModule(nn.Module):
     """In place of a block. Attributes that the model reads of it are the block's."""
 
-    def __init__(self, block: nn.Module, call: Call, enter: Callable[[], None]):
+    def __init__(self, block: Found, call: Call, enter: Callable[[], None]):
         super().__init__()
-        self.__dict__["_stands_for"] = block
+        self.__dict__["_block"] = block
         self.call, self.enter = call, enter
         # What the block gives needs a gradient if its parameters do, whatever it is given.
-        trained = any(p.requires_grad for p in block.parameters())
+        trained = any(p.requires_grad for p in block.module.parameters())
         self.anchor = torch.zeros((), requires_grad=trained)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_stands_for"], name)
+            return getattr(self.__dict__["_block"].module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.enter()
-        y = first_tensor(self.call.output)
-        made = _Stub.apply(first_tensor([args, kwargs]), y, self.anchor)
+        x, y = first_tensor([args, kwargs]), first_tensor(self.call.output)
+        self.__dict__["_block"].differentiable = x.requires_grad
+        made = _Stub.apply(x, y, self.anchor)
         return with_tensors(self.call.output, lambda t: made if t is y else t)
 
 
 def rest_of(
     model: nn.Module,
-    blocks: Sequence[tuple[nn.Module, Call]],
+    found: Sequence[Found],
+    calls: dict[str, Call],
     loss: Callable[[nn.Module], Tensor],
     device: torch.device,
+    autocast: Autocast,
     rounds: int,
 ) -> Rest:
-    """On a copy of the model with stubs for its blocks."""
+    """On a copy of the model with stubs for its blocks, of which it sets `differentiable`. `loss` is run under `autocast`."""
     standing: list[int] = []
     start = 0
     memo: dict[int, Any] = {}
-    for block, call in blocks:
-        memo[id(block)] = _StubModule(
-            block, call, lambda: standing.append(memory.allocated_bytes(device) - start)
+    for block in found:
+        memo[id(block.module)] = _StubModule(
+            block, calls[block.call], lambda: standing.append(memory.allocated_bytes(device) - start)
         )
     skeleton = copy.deepcopy(model, memo)
     own = [p for p in skeleton.parameters() if p.requires_grad]
     for p in own:
         p.grad = torch.zeros_like(p)
 
+    def forward() -> Tensor:
+        with autocast.forward():
+            value = loss(skeleton)
+        return value
+
     def step() -> None:
-        value = loss(skeleton)
+        value = forward()
         if value.requires_grad:
             value.backward()
 
-    saved = memory.saved_bytes(lambda: loss(skeleton), device=device, warmup=1)
+    saved = memory.saved_bytes(forward, device=device, warmup=1)
     gc.collect()
     standing.clear()
     start = memory.allocated_bytes(device)
-    loss(skeleton)
+    forward()
     before = max(standing[0], 0)
-    peak = memory.peak_bytes(step, device=device)
+    highest, peak = (memory.peak_bytes(part, device=device) for part in (forward, step))
     taken = in_turn({"rest": step}, rounds, device)["rest"]
-    return Rest(before, peak, max(saved, 0), taken, sum(p.nbytes for p in own))
+    return Rest(before, highest, peak, max(saved, 0), taken, sum(p.nbytes for p in own))

@@ -1,12 +1,14 @@
 """The fastest choice for a chain of blocks that fits a budget.
 
 Backward of block i runs while what the blocks before it keep is there. With `saved` and `peak` of what was chosen for each
-block, a step peaks at the largest of ``standing[i] + saved[0] + ... + saved[i - 1] + peak[i]``, and of
-``head + saved[0] + ... + saved[n - 1]`` for what comes after the blocks.
+block, a step peaks at the largest of ``standing[i] + saved[0] + ... + saved[i - 1] + peak[i]``, and of ``head + saved[0] + ... +
+saved[n - 1]`` for what comes after the blocks. In forward `casts` of the blocks before are there too.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,8 @@ class Option:
         saved: bytes between forward and backward.
         peak: most bytes while its forward or backward runs, with those saved.
         time: of forward and backward, in whole nanoseconds, so that sums are exact.
+        casts: bytes more than those saved that stay until the forward of the model ends.
+        forward: most bytes while its forward runs, with both.
     """
 
     name: str
@@ -29,92 +33,107 @@ class Option:
     saved: int
     peak: int
     time: int
+    casts: int = 0
+    forward: int = 0
 
 
 @dataclass(frozen=True)
 class Chain:
-    """`options[i]` begin at block i; `standing[i]`: bytes that other things than blocks take while block i is run."""
+    """`options[i]` begin at block i.
+
+    Attributes:
+        standing: bytes that other things than blocks take while a block's backward is run.
+        head: the most that they take in a step.
+        before, forward: the same while forward runs.
+    """
 
     options: Sequence[Sequence[Option]]
     standing: Sequence[int]
     head: int
+    before: int = 0
+    forward: int = 0
 
     def peak(self, chosen: Sequence[Option]) -> int:
-        place = prefix = most = 0
+        place = saved = casts = most = 0
         for option in chosen:
-            most = max(most, self.standing[place] + prefix + option.peak)
-            prefix += option.saved
+            most = max(
+                most,
+                self.standing[place] + saved + option.peak,
+                self.before + saved + casts + option.forward,
+            )
+            saved += option.saved
+            casts += option.casts
             place += option.length
-        return max(most, self.head + prefix)
+        return max(most, self.head + saved, self.forward + saved + casts)
 
-    def solve(self, budget: int) -> list[Option] | None:
+    def solve(self, budget: float) -> list[Option] | None:
         """The fastest choices whose peak is at most `budget`, of equally fast ones those that keep least; None: none fit."""
-        count = len(self.options)
-        # States at each place: (saved before, time, state before, option); none is both larger and slower than another.
-        states: list[list[_State]] = [[] for _ in range(count + 1)]
-        states[0] = [(0, 0, None, None)]
-        for place in range(count):
-            states[place] = _frontier(states[place])
-            for state in states[place]:
-                prefix, time = state[:2]
-                for option in self.options[place]:
-                    if prefix + self.standing[place] + option.peak <= budget:
-                        states[place + option.length].append(
-                            (prefix + option.saved, time + option.time, state, option)
-                        )
-        ends = [state for state in _frontier(states[count]) if state[0] + self.head <= budget]
-        if not ends:
-            return None
-        chosen: list[Option] = []
-        state = min(ends, key=lambda s: (s[1], s[0]))
-        while state[3] is not None:
-            chosen.append(state[3])
-            state = state[2]
-        return chosen[::-1]
+        found = self._best(budget, True, False)  # far fewer states, and enough where casts are small
+        return found if found is None or self.peak(found) <= budget else self._best(budget, True, True)
 
     def smallest(self) -> int | None:
         """The smallest budget that can be met; None where no choices make up the chain."""
-        least = self._least(None)
-        if least is None:
+        found = self._best(math.inf, False, True)
+        if found is None:
             return None
-        low, high = -1, self.peak(least)
+        low, high = -1, self.peak(found)
         while high - low > 1:
             middle = (low + high) // 2
-            chosen = self._least(middle)
-            if chosen is None:
+            if self._best(middle, False, True) is None:
                 low = middle
             else:
                 high = middle
         return high
 
-    def _least(self, budget: int | None) -> list[Option] | None:
-        """Choices that keep least, each within the budget: whatever else fits, these do."""
+    def _best(self, budget: float, timed: bool, cast: bool) -> list[Option] | None:
+        """As :meth:`solve`. Not `timed`: any that fit. Not `cast`: of those that fit without what is cast."""
         count = len(self.options)
-        best: list[tuple[int, list[Option]] | None] = [None] * (count + 1)
-        best[0] = (0, [])
+        states: list[list[_State]] = [[] for _ in range(count + 1)]
+        states[0] = [(0, 0, 0, None, None)]
         for place in range(count):
-            here = best[place]
-            if here is None:
-                continue
-            prefix, chosen = here
-            for option in self.options[place]:
-                if budget is not None and prefix + self.standing[place] + option.peak > budget:
-                    continue
-                there = best[place + option.length]
-                if there is None or prefix + option.saved < there[0]:
-                    best[place + option.length] = prefix + option.saved, [*chosen, option]
-        end = best[count]
-        if end is None or (budget is not None and end[0] + self.head > budget):
+            options = [
+                (budget - self.standing[place] - o.peak, budget - self.before - o.forward, o)
+                for o in self.options[place]
+            ]
+            for state in _frontier(states[place]):
+                saved, casts, time = state[:3]
+                for room, room_in_forward, o in options:
+                    if saved <= room and saved + casts <= room_in_forward:
+                        sums = saved + o.saved, casts + cast * o.casts, time + timed * o.time
+                        states[place + o.length].append((*sums, state, o))
+        ends = [
+            state
+            for state in _frontier(states[count])
+            if state[0] + max(self.head, self.forward + state[1]) <= budget
+        ]
+        if not ends:
             return None
-        return end[1]
+        chosen: list[Option] = []
+        state = min(ends, key=lambda s: (s[2], s[0]))
+        while state[4] is not None:
+            chosen.append(state[4])
+            state = state[3]
+        return chosen[::-1]
 
 
-_State = tuple[int, int, Any, Option | None]
+# At a place: saved before, cast before, time, the state that it came from, by which option.
+_State = tuple[int, int, int, Any, Option | None]
 
 
 def _frontier(states: list[_State]) -> list[_State]:
+    """Without those that another is no worse than in all three respects."""
     kept: list[_State] = []
-    for state in sorted(states, key=lambda s: (s[0], s[1])):
-        if not kept or state[1] < kept[-1][1]:
-            kept.append(state)
+    # Of those kept, which have saved no more: casts in order, and the shortest time with no more casts, which falls.
+    casts: list[int] = []
+    times: list[int] = []
+    for state in sorted(states, key=lambda s: s[:3]):
+        _, cast, time = state[:3]
+        behind = bisect_right(casts, cast)
+        if behind and times[behind - 1] <= time:
+            continue
+        kept.append(state)
+        start = end = bisect_left(casts, cast)
+        while end < len(times) and times[end] >= time:
+            end += 1
+        casts[start:end], times[start:end] = [cast], [time]
     return kept

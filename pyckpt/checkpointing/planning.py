@@ -14,6 +14,7 @@ from .._installation import installed
 from .._levels import LEVELS
 from .._records import RecomputeError
 from ..explanation import suspended, undisturbed
+from ._autocast import Autocast, outside
 from ._blocks import Found, candidates, observe
 from ._measure import Bench, Cost, Ones, few_objects, rest_of
 from ._solver import Chain, Option
@@ -23,6 +24,9 @@ __all__ = ["BudgetError", "Plan", "Prediction", "plan"]
 
 #: Of a block: keep all; the engine's levels; a checkpoint of its own; kept on the host.
 CHOICES = ("none", *LEVELS, "checkpoint", "offload")
+
+
+_Kind = tuple[str, bool]
 
 
 class BudgetError(RecomputeError):
@@ -79,25 +83,27 @@ def plan(
         )
     paths = _paths(model, blocks)
     refuse_recomputing("plan", model, paths)
-    autocast = torch.is_autocast_enabled(where.type), torch.get_autocast_dtype(where.type)
+    autocast = Autocast.now(where.type)
     run = lambda module: _scalar(module(*args, **kwargs), loss)  # noqa: E731
     with undisturbed(model), suspended():
-        found, calls = observe(model, paths, lambda: model(*args, **kwargs))
-    with undisturbed(model), few_objects():
-        rest = rest_of(model, [(b.module, calls[b.kind]) for b in found], run, where, rounds)
+        found, calls = observe(model, paths, lambda: model(*args, **kwargs), where)
+    with undisturbed(model), few_objects(), outside(where.type):
+        rest = rest_of(model, found, calls, run, where, autocast, rounds)
         parts = ("pointwise", "checkpoint") if "segment" in chosen_choices else ()  # of a segment's costs
         measured = tuple(c for c in dict.fromkeys(("none", *chosen_choices, *parts)) if c != "segment")
         if where.type != "cuda" and choices is None:
             measured = tuple(c for c in measured if c != "offload")
-        kinds = {b.kind: b.module for b in found}
+        kinds = {b.kind: b for b in found}
         costs = {
-            kind: Bench(module, calls[kind], autocast).costs(measured, rounds)
-            for kind, module in kinds.items()
+            kind: Bench(b.module, calls[b.call], b.differentiable).costs(measured, rounds)
+            for kind, b in kinds.items()
         }
     allowed = [c for c in chosen_choices if c in measured or c == "segment"]
     if installed(model) is not None and len(allowed) > 1:
         allowed = [c for c in allowed if c != "none"]  # the engine is around it anyway
-    gradients = {kind: sum(p.nbytes for p in m.parameters() if p.requires_grad) for kind, m in kinds.items()}
+    gradients = {
+        kind: sum(p.nbytes for p in b.module.parameters() if p.requires_grad) for kind, b in kinds.items()
+    }
     chain = _chain(found, costs, allowed, rest, gradients if scope == "total" else None)
     eager_steps = [_option("none", costs[b.kind]["none"]) for b in found]
     eager = _prediction(chain, eager_steps, rest)
@@ -167,15 +173,15 @@ def _scalar(result: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
 
 
 def _option(name: str, cost: Cost) -> Option:
-    return Option(name, 1, cost.saved, cost.peak, cost.time)
+    return Option(name, 1, cost.saved, cost.peak, cost.time, cost.casts, cost.forward)
 
 
 def _chain(
     found: Sequence[Found],
-    costs: dict[str, dict[str, Cost]],
+    costs: dict[_Kind, dict[str, Cost]],
     allowed: Sequence[str],
     rest: Any,
-    gradients: dict[str, int] | None,
+    gradients: dict[_Kind, int] | None,
 ) -> Chain:
     options = []
     for place, block in enumerate(found):
@@ -192,24 +198,30 @@ def _chain(
             total += gradients[found[place].kind]
             after[place] = total
         head += rest.gradients
-    return Chain(options, [rest.before + g for g in after], head)
+    return Chain(options, [rest.before + g for g in after], head, rest.before, rest.forward)
 
 
-def _segments(found: Sequence[Found], place: int, costs: dict[str, dict[str, Cost]]) -> list[Option]:
+def _segments(found: Sequence[Found], place: int, costs: dict[_Kind, dict[str, Cost]]) -> list[Option]:
     first = costs[found[place].kind].get("checkpoint")
+    if first is None:
+        return []
     made: list[Option] = []
     added = time = 0
+    casts, forward, highest = first.casts, first.forward, first.peak
     for end in range(place + 1, len(found)):
         before, last = found[end - 1], found[end]
         inner = costs[before.kind].get("replay")
         alone = costs[last.kind].get("checkpoint")
         joined = last.container == before.container and last.number == before.number + 1
-        if first is None or inner is None or alone is None or not joined:
+        if inner is None or alone is None or not joined:
             break
         added += inner.peak
         time += costs[before.kind].get("pointwise", costs[before.kind]["none"]).time + inner.time
-        peak = added + max(costs[b.kind]["checkpoint"].peak for b in found[place : end + 1])
-        made.append(Option("segment", end - place + 1, first.saved, peak, time + alone.time))
+        forward = max(forward, casts + alone.forward)
+        casts += alone.casts
+        highest = max(highest, alone.peak)
+        whole = time + alone.time
+        made.append(Option("segment", end - place + 1, first.saved, added + highest, whole, casts, forward))
     return made
 
 
@@ -220,14 +232,16 @@ def _prediction(chain: Chain, steps: Sequence[Option], rest: Any) -> Prediction:
 
 
 def _curve(chain: Chain, steps: Sequence[Option]) -> list[int]:
-    kept = [chain.standing[-1]]
-    peaks: list[int] = []
-    place = 0
+    base = chain.standing[-1]
+    forward, peaks = [base], []
+    saved = place = 0
     for option in steps:
-        peaks.append(chain.standing[place] + kept[-1] - chain.standing[-1] + option.peak)
-        kept.append(kept[-1] + option.saved)
+        peaks.append(chain.standing[place] + saved + option.peak)
+        saved += option.saved
         place += option.length
-    return [*kept, chain.head + kept[-1] - chain.standing[-1], *reversed(peaks)]
+        forward.append(forward[-1] + option.saved + option.casts)
+    middle = max(chain.head + saved, chain.forward + forward[-1] - base)
+    return [*forward, middle, *reversed(peaks)]
 
 
 def budget_bytes(budget: int | float | str, eager: int) -> int:
