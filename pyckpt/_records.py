@@ -263,8 +263,9 @@ _leaves: dict[int, weakref.ref[Tensor]] = {}
 
 
 def known_leaves() -> Iterator[tuple[int, Tensor]]:
-    for key, reference in list(_leaves.items()):
-        leaf = reference()
+    for key in list(_leaves):  # of pairs, a list would be made while the garbage collector takes some away
+        reference = _leaves.get(key)
+        leaf = None if reference is None else reference()
         if leaf is not None:
             yield key, leaf
 
