@@ -50,20 +50,9 @@ class Source:
     """How to rebuild one output of a node, and in backward the rebuilt tensor for as long as savers need it."""
 
     __slots__ = (
-        *(
-            "__weakref__",
-            "chain",
-            "function",
-            "held",
-            "key",
-            "node",
-            "operands",
-            "outer",
-            "products",
-            "readers",
-        ),
-        *("dtype", "reads_leaf", "rule", "saved", "shape", "stream", "stride", "unsure", "value", "waiting"),
-    )
+        "__weakref__", "chain", "dtype", "function", "held", "key", "node", "operands", "outer", "products", "readers",
+        "reads_leaf", "rule", "saved", "shape", "stream", "stride", "unsure", "value", "waiting",
+    )  # fmt: skip
 
     # (id of node, number of output) -> source, so that all savers of one tensor share it. A source holds its node, which keeps
     # the id from being given to another.
@@ -131,7 +120,7 @@ class Source:
             return held.lend() if type(held) is Outer else unpack(held)
         value = self.value
         if value is not None:
-            return value if self.stream is None else _on_this_stream(value, *self.stream)
+            return _on_this_stream(value, self.stream)
         if memo is None:
             memo = {}
         elif self.key in memo:
@@ -143,9 +132,7 @@ class Source:
         for watcher in watchers if watchers and self.saved and _task_id() >= 0 else ():
             watcher.rebuilt(self, value.nbytes, time.perf_counter() - start)
         if self.rule.built_in and value.dtype is not self.dtype:
-            value = value.to(
-                self.dtype
-            )  # it was computed in place, in a tensor that is narrower than an operand
+            value = value.to(self.dtype)  # computed in place, in a tensor narrower than an operand
         stride = self.stride
         if stride is not None and value.stride() != stride:
             value = value.new_empty_strided(value.shape, stride).copy_(value)
@@ -211,11 +198,12 @@ def _mark(value: Tensor) -> Any:
     return stream, stream.record_event()
 
 
-def _on_this_stream(value: Tensor, stream: torch.cuda.Stream, made: torch.cuda.Event) -> Tensor:
-    current = torch.cuda.current_stream(value.device)
-    if current != stream:
-        current.wait_event(made)
-        value.record_stream(current)
+def _on_this_stream(value: Tensor, mark: Any) -> Tensor:
+    if mark is not None:
+        (stream, made), current = mark, torch.cuda.current_stream(value.device)
+        if current != stream:
+            current.wait_event(made)
+            value.record_stream(current)
     return value
 
 
@@ -303,8 +291,7 @@ class Outer:
             return self.unpack(self.packed) if value is None else value
 
     def _held(self) -> Tensor | None:
-        value = self.value
-        return value if value is None or self.stream is None else _on_this_stream(value, *self.stream)
+        return None if self.value is None else _on_this_stream(self.value, self.stream)
 
     def drop(self) -> None:
         self.value = self.stream = None

@@ -55,9 +55,7 @@ def convert(model: ModuleT, *, recompute: bool | str | Policy = True, verify: bo
     switches, where it would store its weights: of transformers' models by ``attn_implementation``, of timm's modules by
     ``fused_attn``, which leaves calls without dropout or a learned mask to torch. All else is left, as are modules with a forward
     of their own, parametrized, quantized, TorchScript or already sharded (``fully_shard``) ones; :func:`report` says which and
-    why.
-    Converting twice changes nothing. A compiled model is converted inside its wrapper, and recompiles at its
-    next call.
+    why. Converting twice changes nothing. A compiled model is converted inside its wrapper, and recompiles at its next call.
 
     Modules that two models share are one object: converting or reverting one model does so for both. After
     the swap, modules in training draw other dropout masks than torch.nn would from the same seed, and a
@@ -122,17 +120,21 @@ def revert(model: ModuleT) -> ModuleT:
         TypeError: ``model`` is not a module.
     """
     _require_module("revert", model)
-    uninstall(_unwrap(model))
-    for library in _libraries():
-        library.revert_attention(_unwrap(model))
-    for path, module in _unwrap(model).named_modules():
+    root = _unwrap(model)
+    uninstall(root)
+    changed = {
+        path: then for library in _libraries() for path, then in library.revert_attention(root).items()
+    }
+    for path, module in root.named_modules():
         if _MARK not in vars(module):
             continue
         if then := _changed_since(module):
-            text = f"pyckpt.revert: {_name(path)} was converted, then {then}. It is left so; undo that first."
-            warnings.warn(text, stacklevel=2)
+            changed[path] = then
         else:
             _restore(module)
+    for path, then in changed.items():
+        text = f"pyckpt.revert: {_name(path)} was converted, then {then}. It is left so; undo that first."
+        warnings.warn(text, stacklevel=2)
     return model
 
 
@@ -163,8 +165,8 @@ def report(model: nn.Module) -> Report:
                 reason = f"{function}: a function, not a module; only torch's Transformer layers' is swapped"
                 result.left[_join(path, name)] = reason
     for library in _libraries():
-        for where, before in library.converted_attention(_unwrap(model)).items():
-            result.swapped[where] = f"{before} -> pyckpt"
+        for path, before in library.converted_attention(_unwrap(model)).items():
+            result.swapped[_join(path, library.SETTING)] = f"{before} -> pyckpt"
     return result
 
 

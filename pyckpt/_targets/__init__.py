@@ -39,14 +39,14 @@ def classify(module: nn.Module, *, float64: bool = False) -> Target | str | None
     """
     cls = type(module)
     if cls in TORCH_CLASSES:
-        return _instance_obstacle(module) or Target(TORCH_CLASSES[cls])
+        return instance_obstacle(module) or Target(TORCH_CLASSES[cls])
     if cls in _TRANSFORMER_LAYERS:
         return _transformer_layer(module)
     if isinstance(module, torch.jit.ScriptModule):
         name = str(getattr(module, "original_name", cls.__name__))
         return "TorchScript module: its forward is compiled already" if _expected(name, module) else None
     family = isinstance(module, _FAMILIES)
-    if family and (reason := _instance_obstacle(module) or _why_not_torch(module)):
+    if family and (reason := instance_obstacle(module) or _why_not_torch(module)):
         return reason
     if cls.__module__.startswith("torch.nn.modules."):  # nn.Linear, nn.Identity, containers...
         return None
@@ -75,7 +75,7 @@ _FAMILIES: tuple[type[nn.Module], ...] = (
 )
 
 
-def _instance_obstacle(module: nn.Module) -> str:
+def instance_obstacle(module: nn.Module) -> str:
     """Why this instance, though of a class we serve, must stay as it is; empty if there is no reason."""
     cls = type(module)
     if "forward" in vars(module):
@@ -159,7 +159,7 @@ def _transformer_layer(module: nn.Module) -> Target | None:
         activation if isinstance(activation, functools.partial) else None
     )
     function = _FUSED_FUNCTIONS.get(activation if options is None else options.func)  # type: ignore[arg-type]
-    if function is None or _instance_obstacle(module):
+    if function is None or instance_obstacle(module):
         return None
     if options is not None:
         function = functools.partial(function, *options.args, **options.keywords)
@@ -178,7 +178,7 @@ def _prove(module: nn.Module) -> Proof | str:
     """The proof that ``module`` computes one of our functions on any input, or why there is none."""
     cls = type(module)
     try:
-        if obstacle := _instance_obstacle(module):
+        if obstacle := instance_obstacle(module):
             raise Unprovable(obstacle)
         if module._modules:
             raise Unprovable(f"{describe(cls)} has submodules: no plain activation or norm")

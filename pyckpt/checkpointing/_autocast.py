@@ -1,7 +1,7 @@
-"""``torch.autocast`` while plans are measured: its 16-bit copies of weights shall be there when they are in a training step.
+"""``torch.autocast`` while blocks are measured: its 16-bit copies of weights shall be there when they are in a training step.
 
 Autocast caches them until the outermost context ends, which in training is where the forward does; autograd may keep them longer.
-But a plan is made within the caller's context, and measures forwards that shall know nothing of each other.
+But blocks are measured within the caller's context, in forwards that shall know nothing of each other.
 """
 
 from __future__ import annotations

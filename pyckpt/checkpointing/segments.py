@@ -23,6 +23,7 @@ from .. import memory
 from .._checks import warn_once
 from ..engine import enter, leave
 from ..explanation import undisturbed
+from ._autocast import Autocast
 from ._blocks import with_tensors
 from ._replay import modules_in, once
 
@@ -289,9 +290,9 @@ def _bytes_kept(
     signature: tuple[Any, ...] = tuple(
         (t.shape, t.dtype, t.device, t.requires_grad) for t in memory.tensors([args, kwargs])
     )
-    autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    autocast = Autocast.now(device.type)
     trained = any(p.requires_grad for p in roots.parameters())
-    signature += (*autocast, getattr(block, "training", True), trained)
+    signature += (autocast, getattr(block, "training", True), trained)
     try:
         known = _kept.setdefault(block, {})
     except TypeError:  # takes no weak reference
@@ -299,8 +300,7 @@ def _bytes_kept(
     if signature not in known:
 
         def measured() -> int | None:
-            enabled, dtype = autocast
-            with torch.autocast(device.type, dtype, enabled=enabled), undisturbed(roots):
+            with autocast.forward(), undisturbed(roots):
                 try:
                     memory.allocated_bytes(device)
                 except RuntimeError:  # it has no counter

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._targets import describe, instance_obstacle
 from ..ops.attention import attention, has_kernels
+
+SETTING = "fused_attn"
 
 _MARK = "_pyckpt_fused_attn"  # on a converted module: its class and its switch before
 
@@ -110,43 +112,43 @@ def _empty(original: Any) -> nn.Module:
 
 
 def convert_attention(root: nn.Module) -> None:
-    """Does so in each module that lies where attention has kernels for every call, and that has no forward of its own."""
+    """Turns the switch on in each module that lies where attention has kernels for every call, unless others have changed it."""
     for module in root.modules():
         cls: Any = type(module)
         state = vars(module)
         if (
-            not isinstance(state.get("fused_attn"), bool)
+            not isinstance(state.get(SETTING), bool)
             or not cls.__module__.startswith("timm.")
             or _MARK in state
         ):
             continue
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        made = _class_of(cls) if "forward" not in state and has_kernels(device) else None
+        made = _class_of(cls) if not instance_obstacle(module) and has_kernels(device) else None
         if made is not None:
-            state[_MARK] = (cls, state["fused_attn"])
-            state["fused_attn"] = True
+            state[_MARK] = (cls, state[SETTING])
+            state[SETTING] = True
             module.__class__ = made
 
 
-def revert_attention(root: nn.Module) -> None:
+def revert_attention(root: nn.Module) -> dict[str, str]:
+    """Undoes it. What of it was changed since, and therefore stays, by path."""
+    changed = {}
     for path, module in root.named_modules():
         if _MARK not in vars(module):
             continue
         original, switch = vars(module)[_MARK]
         if type(module) is not _class_of(original):
-            text = f"pyckpt.revert: {path} was converted, then became a {type(module).__name__}. It is left so; undo that first."
-            warnings.warn(text, stacklevel=3)
+            changed[path] = f"became a {describe(type(module))}"
             continue
         module.__class__ = original
-        vars(module)["fused_attn"] = switch
+        vars(module)[SETTING] = switch
         del vars(module)[_MARK]
+    return changed
 
 
 def converted_attention(root: nn.Module) -> dict[str, str]:
-    """Each converted switch -> what the module ran before."""
+    """Path of a converted module -> what it ran before."""
     before = {False: "weights stored", True: "scaled_dot_product_attention"}
     return {
-        f"{path}.fused_attn".lstrip("."): before[vars(module)[_MARK][1]]
-        for path, module in root.named_modules()
-        if _MARK in vars(module)
+        path: before[vars(module)[_MARK][1]] for path, module in root.named_modules() if _MARK in vars(module)
     }

@@ -23,6 +23,7 @@ except ImportError:  # a version that tells
     _active_collector = None
 
 NAME = "pyckpt"
+SETTING = "config.attn_implementation"
 _MARK = "_pyckpt_attention"  # on a converted model: its implementations before, as set_attn_implementation takes them
 
 
@@ -139,20 +140,20 @@ def convert_attention(root: nn.Module) -> None:
         vars(model)[_MARK] = before
 
 
-def revert_attention(root: nn.Module) -> None:
+def revert_attention(root: nn.Module) -> dict[str, str]:
+    """Undoes it. What of it was changed since, and therefore stays, by path: nothing here."""
     for model in _models(root):
         before = vars(model).pop(_MARK, None)
         if before is not None:
             model.set_attn_implementation(before)  # type: ignore[operator]
+    return {}
 
 
 def converted_attention(root: nn.Module) -> dict[str, str]:
-    """Each converted setting -> what it was."""
+    """Path of a converted model -> what its attention was."""
     found = {}
     for path, module in root.named_modules():
         before = vars(module).get(_MARK)
         if before is not None:
-            found[f"{path}.config.attn_implementation".lstrip(".")] = ", ".join(
-                sorted(set(before.values()) - {NAME})
-            )
+            found[path] = ", ".join(sorted(set(before.values()) - {NAME}))
     return found
