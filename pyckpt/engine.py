@@ -81,7 +81,7 @@ class Region:
         below: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self.below = below[0].__self__.below if below is not None and below[1] is unpack else below
         self.products = products_of(policy, self.below)
-        self.hooks = saved_tensors_hooks(self.pack, unpack)
+        self.hooks: Any = saved_tensors_hooks(self.pack, unpack)  # a cycle, until they are taken off
 
     def pack(self, tensor: Tensor) -> Any:
         """The pack hook: a record in place of the tensor. It runs for all that autograd saves; most leave at the first tests."""
@@ -317,6 +317,7 @@ def _unwind() -> None:
     while regions.stack and regions.stack[-1][1].ended:
         _, region = regions.stack.pop()
         region.hooks.__exit__()
+        region.hooks = None
 
 
 def _end_interrupted(begins: FrameType | None) -> None:

@@ -38,6 +38,37 @@ def test_dropped_graph_is_freed_at_once():
         assert allocated() - before < 0.02 * kept
 
 
+@pytest.mark.parametrize("within", ["region", "checkpoint", "model"])
+def test_region_is_gone_when_it_ends(within):
+    """What it holds (in a checkpoint its hooks, and with them all of its arguments) is let go without the garbage collector."""
+    seen = []
+
+    class Looks(nn.Module):
+        def forward(self, x):
+            seen.extend(weakref.ref(region) for _, region in _records.regions.stack)
+            return F.gelu(x * 2)
+
+    model, x = nn.Sequential(Looks()), torch.randn(64, 64, requires_grad=True)
+    if within == "model":
+        pyckpt.convert(model)
+
+    def step():
+        h = x * 1.0
+        if within == "region":
+            with recompute():
+                y = model(h)
+        else:
+            y = pyckpt.checkpoint(model, h) if within == "checkpoint" else model(h)
+        y.sum().backward()
+        return weakref.ref(h)
+
+    step()
+    seen.clear()
+    with no_collection():
+        assert step()() is None
+        assert seen and all(region() is None for region in seen)
+
+
 def test_output_in_place_of_a_view_is_no_cycle():
     """Its node saves the view, whose own node is another: it would hold itself all the same."""
     x = torch.randn(64, 64, requires_grad=True)
