@@ -18,7 +18,7 @@ from pyckpt import backends
 
 from . import _alone, _harness, _report, engine, minilm
 from ._run import OVERHEAD_SHAPE, Compiler, Config, measure, memory_trouble, shortfalls
-from .ops import DTYPE_ALIASES, DTYPES, LAYOUTS, SUBJECTS
+from .ops import DTYPE_ALIASES, DTYPES, LAYOUTS, SUBJECTS, Subject
 
 FULL_SHAPES = ((64, 1024), (1000, 1000), (4096, 1024), (8192, 2048))
 QUICK_SHAPES = ((64, 1024), (4096, 1024))
@@ -131,21 +131,25 @@ def parser() -> argparse.ArgumentParser:
 
 def configs(args: argparse.Namespace) -> list[Config]:
     """The cases to measure, in order: the call overhead of every op and dtype, then op by op."""
-    cases = [
-        (shape, layout)
-        for shape in args.shape or (QUICK_SHAPES if args.quick else FULL_SHAPES)
-        for layout in args.layout or ["contiguous"]
-    ]
-    if not args.shape and not args.layout:
-        other = QUICK_LAYOUT_SHAPE if args.quick else FULL_LAYOUT_SHAPE
-        cases += [(other, layout) for layout in (("transposed",) if args.quick else LAYOUTS[1:])]
     pairs = [(op, dtype) for op in args.ops or SUBJECTS for dtype in args.dtype]
     overhead = [Config(*pair, OVERHEAD_SHAPE, kind="overhead") for pair in pairs]
     return overhead + [
         Config(*pair, shape, layout, compile=_with_compile(args, shape, layout))
         for pair in pairs
-        for shape, layout in cases
+        for shape, layout in _cases(args, SUBJECTS[pair[0]])
     ]
+
+
+def _cases(args: argparse.Namespace, subject: Subject) -> list[tuple[tuple[int, ...], str]]:
+    """Shapes and layouts."""
+    shapes = args.shape or (QUICK_SHAPES if args.quick else FULL_SHAPES)
+    if subject.products:  # a minute each, and more shapes would tell of the products only
+        shapes = args.shape or [QUICK_SHAPES[0] if args.quick else COMPILE_SHAPE]
+    cases = [(shape, layout) for shape in shapes for layout in args.layout or ["contiguous"]]
+    if not (args.shape or args.layout or subject.products):
+        other = QUICK_LAYOUT_SHAPE if args.quick else FULL_LAYOUT_SHAPE
+        cases += [(other, layout) for layout in (("transposed",) if args.quick else LAYOUTS[1:])]
+    return cases
 
 
 def _with_compile(args: argparse.Namespace, shape: tuple[int, ...], layout: str) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +24,7 @@ PRECISIONS = ("fp32", "bf16", "amp")
 BUDGETS = (1.0, 0.8, 0.6, 0.4)
 #: All ways, in the order of the table; "eager" is what the others are compared with.
 WAYS = (
-    *("eager", "engine", "converted", "pyckpt", "pyckpt mlp", "pyckpt linear", "checkpoint"),
+    *("eager", "engine", "converted", "pyckpt", "pyckpt mlp", "pyckpt linear", "plan 0.6", "checkpoint"),
     *(f"compile {b}" for b in BUDGETS),
     "liger",
 )
@@ -151,8 +153,15 @@ def _liger(model: Stack, device: torch.device) -> Stack:
     return model
 
 
-def build(name: str, model: Stack, device: torch.device, amp: bool) -> Way:
-    """The way called `name` (one of `WAYS` that is not torch.compile's) to train `model` or a copy of it.
+def named(text: str) -> str:
+    """`text`, an argument, if it is one of `WAYS`, or "plan" or "compile" with another share in (0, 1]."""
+    if text in WAYS or re.fullmatch(r"(plan|compile) (1(\.0*)?|0?\.\d*[1-9]\d*)", text):
+        return text
+    raise argparse.ArgumentTypeError(f"no way {text!r}: they are {', '.join(map(repr, WAYS))}")
+
+
+def build(name: str, model: Stack, x: Tensor, amp: bool) -> Way:
+    """The way called `name` (see :func:`named`; not torch.compile's) to train `model` or a copy of it on batches like `x`.
 
     Raises:
         RuntimeError: it does not exist here; the message says why.
@@ -161,9 +170,13 @@ def build(name: str, model: Stack, device: torch.device, amp: bool) -> Way:
         return Way(model, pyckpt.recompute()(model.__call__), amp)
     if name == "checkpoint":
         return Way(model, partial(model, call=partial(checkpoint, use_reentrant=False)), amp)
-    if name == "converted" or name.startswith("pyckpt"):
+    if name.startswith("plan"):
+        model = pyckpt.convert(copy.deepcopy(model), recompute=False)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
+            pyckpt.plan(model, x, budget=float(name.split()[1]), blocks=[*model.blocks]).apply(model)
+    elif name == "converted" or name.startswith("pyckpt"):
         level = name.removeprefix("pyckpt").strip() or "pointwise"
         model = pyckpt.convert(copy.deepcopy(model), recompute=False if name == "converted" else level)
     elif name == "liger":
-        model = _liger(model, device)
+        model = _liger(model, x.device)
     return Way(model, model, amp)

@@ -7,13 +7,14 @@ In turn, in one run, for each precision:
     converted       pyckpt.convert(model, recompute=False): fused layers, no engine
     pyckpt          pyckpt.convert(model): fused layers and engine
     pyckpt LEVEL    pyckpt.convert(model, recompute=LEVEL): matrix products rebuilt too, at "mlp" and at "linear"
+    plan B          fused layers and pyckpt.plan, at B of eager's peak
     checkpoint      torch.utils.checkpoint around every block (non-reentrant)
     compile B       torch.compile with activation memory budget B; what is kept is decided by its partitioner
     liger           Liger's LayerNorm, where it runs
 
 Before anything is timed the gradients of the input and of every parameter are checked: "engine" and "checkpoint"
-must give eager's bits, "pyckpt" at each level those of "converted", and every way must be as near to float64 as eager, in
-the norm of each gradient.
+must give eager's bits, "pyckpt" at each level and "plan" those of "converted", and every way must be as near to float64 as
+eager, in the norm of each gradient.
 
 Bytes kept are the allocator's, between forward and backward, in sbh a layer: bytes / (sequence x batch x hidden x
 layers) for elements of 2 bytes. No loss is computed: the gradient of the output is given, so that nothing but the
@@ -38,14 +39,8 @@ from pyckpt import memory
 from . import _alone, _harness, _hooks, _report
 from ._check import relative_difference, too_far
 from ._run import PEER_SLACK, Compiler, memory_trouble
-from ._stack import PRECISIONS, WAYS, Sizes, Stack, Way, at_budget, build
+from ._stack import PRECISIONS, WAYS, Sizes, Stack, Way, at_budget, build, named
 
-#: Whose bits a way must give.
-_SAME_BITS = {
-    "engine": "eager",
-    "checkpoint": "eager",
-    **{way: "converted" for way in WAYS if way.startswith("pyckpt")},
-}
 _SIZES = Sizes()
 _EFFORT = _harness.Effort(seconds=20.0, least=5, most=60, patience=2.0, warmup=1)
 _QUICK_EFFORT = replace(_EFFORT, seconds=1.0, patience=1.5)
@@ -120,6 +115,13 @@ def _row(settings: Settings, precision: str, impl: str, device: torch.device) ->
     }
 
 
+def _peer_in_bits(way: str) -> str | None:
+    """Whose bits a way must give."""
+    if way in ("engine", "checkpoint"):
+        return "eager"
+    return "converted" if way.startswith(("pyckpt", "plan")) else None
+
+
 def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return all(map(torch.equal, a, b))
 
@@ -127,7 +129,7 @@ def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 def _check(row: dict[str, Any], name: str, got: dict[str, tuple[Tensor, ...]], setting: _Setting) -> None:
     """Fill in the row how the gradients of `name` compare with the others'; an error ends its status."""
     peer = name.startswith("compile") or name == "liger"
-    other = _SAME_BITS.get(name)
+    other = _peer_in_bits(name)
     row["difference"] = relative_difference(got[name], setting.eager)
     if other in got and not _same(got[name], got[other]):
         row["status"] = f"error: gradients are not the bits of {other!r}"
@@ -147,8 +149,11 @@ def _prepare(settings: Settings, precision: str, device: torch.device) -> tuple[
     x = torch.randn(shape, device=device).to(next(model.parameters()).dtype).requires_grad_()
     grad_output = torch.randn(shape, device=device).to(x.dtype)
     wide = copy.deepcopy(model).double()
-    exact = Way(wide, wide, False).gradients(x.detach().double().requires_grad_(), grad_output.double())
-    eager = build("eager", model, device, precision == "amp").gradients(x, grad_output)
+    wide_x = x.detach().double().requires_grad_()
+    exact = build("checkpoint", wide, wide_x, False).gradients(
+        wide_x, grad_output.double()
+    )  # deep stacks too
+    eager = build("eager", model, x, precision == "amp").gradients(x, grad_output)
     return model, _Setting(x, grad_output, dtype, eager, exact)
 
 
@@ -176,7 +181,7 @@ def measure(
                     raise RuntimeError(reason)
                 way = Way(model, compiled, amp)
             else:
-                way = build(name, model, device, amp)
+                way = build(name, model, x, amp)
         except RuntimeError as error:
             row["status"] = f"skipped: {error}"
             continue
@@ -309,13 +314,9 @@ def plot(path: str, result: dict[str, Any], caption: str) -> None:
     )
     for axis, dtype in zip(axes[0], dtypes, strict=False):
         here = [row for row in rows if row["dtype"] == dtype]
-        budgets = [row for row in here if row["impl"].startswith("compile")]
-        axis.plot(
-            [row["sbh"] for row in budgets],
-            [row["time_ratio"] for row in budgets],
-            color=_report.COLOURS["compile"],
-            lw=1,
-        )
+        for family in ("compile", "pyckpt"):  # by budget, and by level
+            points = [(row["sbh"], row["time_ratio"]) for row in here if row["impl"].startswith(family)]
+            axis.plot([x for x, _ in points], [y for _, y in points], color=_report.COLOURS[family], lw=1)
         for index, row in enumerate(here):
             impl = row["impl"]
             colour = _report.COLOURS.get(impl.split()[0], "#6a737d")
@@ -345,7 +346,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     cli = _alone.parser("engine", __doc__)
     cli.add_argument("--dtype", nargs="+", choices=PRECISIONS, default=PRECISIONS, help="default: all")
     cli.add_argument(
-        "--impl", nargs="+", choices=WAYS, default=WAYS, help="default: all; and what they are compared with"
+        "--impl",
+        nargs="+",
+        type=named,
+        default=WAYS,
+        metavar="WAY",
+        help=f"and what they are compared with; default: {', '.join(WAYS)}. Of 'plan' and 'compile' any share in (0, 1]",
     )
     for name, value in vars(_SIZES).items():
         cli.add_argument(f"--{name}", type=int, help=f"default {value}, with --quick less")
@@ -366,11 +372,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(value < 1 for value in given.values()):
         cli.error("sizes must be positive")
     # With each way comes the one that its bits are compared with.
-    chosen = {"eager", *args.impl, *(_SAME_BITS[way] for way in args.impl if way in _SAME_BITS)}
+    known = dict.fromkeys([*WAYS, *args.impl])
+    wanted = {"eager", *args.impl, *map(_peer_in_bits, args.impl)}
     settings = replace(
         settings,
         sizes=replace(settings.sizes, **given),
-        ways=[way for way in WAYS if way in chosen],
+        ways=[way for way in known if way in wanted],
     )
     if settings.sizes.hidden % settings.sizes.heads:
         cli.error(f"--hidden {settings.sizes.hidden} is not divisible by --heads {settings.sizes.heads}")

@@ -327,11 +327,12 @@ def _attention_dropout(x: Tensor) -> Case:
 
 @dataclass(frozen=True)
 class Subject:
-    """A row of the table: how to build the case from its input, and whether that input is attention
-    scores."""
+    """A row of the table: how to build the case from its input, whether that input is attention scores, and whether the time
+    goes into matrix products."""
 
     build: Callable[[Tensor], Case]
     scores: bool = False
+    products: bool = False
 
     def case(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, layout: str) -> Case:
         """The case on a fresh input; `shape` is (..., columns), folded to scores where the subject needs
@@ -351,8 +352,8 @@ SUBJECTS: dict[str, Subject] = {
     "softmax": Subject(_softmax),
     "softmax_causal": Subject(_softmax_causal, scores=True),
     "softmax_mask_dropout": Subject(_softmax_mask_dropout, scores=True),
-    "attention": Subject(_attention(False)),
-    "attention_causal": Subject(_attention(True)),
-    "attention_bias": Subject(_attention_bias),
-    "attention_dropout": Subject(_attention_dropout),
+    "attention": Subject(_attention(False), products=True),
+    "attention_causal": Subject(_attention(True), products=True),
+    "attention_bias": Subject(_attention_bias, products=True),
+    "attention_dropout": Subject(_attention_dropout, products=True),
 }

@@ -43,7 +43,9 @@ bool has_v3() {
   return has_v2() && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
          __builtin_cpu_supports("bmi2") && (basic & bit_F16C) && (basic & bit_MOVBE) && (extended & bit_LZCNT);
 }
+#endif
 
+#if defined(PYCKPT_X86_V4)
 bool has_v4() {
   return has_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -52,8 +54,10 @@ bool has_v4() {
 
 // Best first.
 const Build builds[] = {
-#if defined(PYCKPT_X86)
+#if defined(PYCKPT_X86_V4)
     {"x86-64-v4", &v4::kernels, has_v4},
+#endif
+#if defined(PYCKPT_X86)
     {"x86-64-v3", &v3::kernels, has_v3},
     {"x86-64-v2", &v2::kernels, has_v2},
 #else

@@ -1,9 +1,11 @@
 """Fixtures: the backends of this machine, the instruction sets of its processor, reproducible random numbers."""
 
+import fcntl
 import functools
 import gc
 import os
 import platform
+from pathlib import Path
 
 # Threads that wait shall sleep, not spin: beside anything else that runs, spinning costs several times the work. Before torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -20,6 +22,21 @@ BACKENDS = ["reference", "cpu", "cuda", "triton", "cuda_emulated", "triton_inter
 ISAS = ["x86-64-v2", "x86-64-v3", "x86-64-v4"] if platform.machine() in ("x86_64", "AMD64") else ["baseline"]
 
 _interpreter.register()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """A test marked `alone` waits until the other processes of pytest-xdist have ended theirs, and they wait for it.
+
+    Two locks, on files that are there: whoever waits for a test to end holds the first, so that none begins.
+    """
+    alone = item.get_closest_marker("alone") is not None
+    with open(Path(__file__).with_name("__init__.py")) as begin, open(__file__) as work:
+        fcntl.flock(begin, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(work, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        if not alone:
+            fcntl.flock(begin, fcntl.LOCK_UN)
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

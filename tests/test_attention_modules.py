@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import random
 
 import pytest
 import torch
@@ -54,7 +55,9 @@ def test_multihead_attention_as_torch(options, backend, one_thread):
     ours = pyckpt.nn.MultiheadAttention(16, 4, **options)
     ours.load_state_dict(theirs.state_dict())
     assert repr(ours) == repr(theirs)
-    cases = itertools.product((True, False), MASKS, PADDINGS, (True, False), (True, False), (True, False))
+    cases = [*itertools.product((True, False), MASKS, PADDINGS, (True, False), (True, False), (True, False))]
+    if backend == "triton_interpreted":  # a second each
+        cases = random.Random(0).sample(cases, 16)
     for same, mask, padding, need_weights, average, batched in cases:
         if (same and "kdim" in options) or (not batched and (padding != "none" or mask == "per head")):
             continue

@@ -356,6 +356,7 @@ def test_hugging_face(ids, name):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.usefixtures("one_thread")
 def test_predicted_time(ids, monkeypatch):
     """By the processor's time, which other processes disturb little."""

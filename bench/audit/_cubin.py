@@ -36,7 +36,8 @@ class Kernel:
 
     `loads` and `stores` count instructions on global memory by their width in bits, asynchronous copies to shared memory among
     the loads; `shared` is static shared memory in bytes; `spill_loads` and `spill_stores` are accesses to local memory, which a
-    kernel without arrays makes only to spill registers; `matrix` counts instructions of tensor cores.
+    kernel without arrays makes only to spill registers; `matrix` counts instructions of tensor cores, `group_matrix` those of
+    four warps together.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Kernel:
     spill_stores: int = 0
     instructions: int = 0
     matrix: int = 0
+    group_matrix: int = 0
     loads: Counter[int] = field(default_factory=Counter)
     stores: Counter[int] = field(default_factory=Counter)
 
@@ -111,6 +113,7 @@ def _count(kernel: Kernel, opcode: str) -> None:
         kernel.spill_stores += 1
     elif base in _MATRIX:
         kernel.matrix += 1
+        kernel.group_matrix += base == "HGMMA"
 
 
 def parse(text: str) -> Iterator[Kernel]:

@@ -193,6 +193,7 @@ ATTENTION = {
     "window, grouped, packed, ALiBi": {"left": 128, "right": 0, "kv_heads": 4, "packed": True, "alibi": True},
     "boolean mask, dropout": {"mask": "boolean", "dropout_p": 0.1},
     "bias with gradient, softcap": {"mask": "additive", "softcap": 30.0},
+    "float32 bias with gradient": {"mask": "additive", "mask_dtype": torch.float32},
 }
 ATTENTION_KERNELS = ("forward", "backward by keys", "backward by queries", "backward, statistics")
 
@@ -209,9 +210,8 @@ def _attention(kernel: str, what: str) -> Subject:
         mask = None
         if kind := chosen.get("mask"):
             sizes = (2, 1, 1, rows) if kind == "boolean" else (1, heads, rows, rows)
-            mask = empty(*sizes, dtype=torch.uint8 if kind == "boolean" else dtype).expand(
-                2, heads, rows, rows
-            )
+            mask_dtype = torch.uint8 if kind == "boolean" else chosen.get("mask_dtype", dtype)
+            mask = empty(*sizes, dtype=mask_dtype).expand(2, heads, rows, rows)
         bounds = empty(3, rows, dtype=torch.int32) if "packed" in chosen else None
         given = attention.Call(
             q, k, k, mask, empty(2, heads, dtype=wide) if "alibi" in chosen else None, bounds, bounds,
