@@ -37,9 +37,15 @@ def tile(columns: int, itemsize: int) -> tuple[int, int, int]:
     """(rows, columns, warps) of the tile that a program holds of rows of `columns` elements."""
     width = min(max(NARROWEST, triton.next_power_of_2(columns)), WIDEST)
     rows = max(1, TILE // width)
-    # 16 elements a thread, which keeps enough loads in flight, and half as many of float64; more only where a block has no more
-    # threads.
-    return rows, width, min(16, max(1, rows * width * max(4, itemsize) // 2048))
+    # 16 elements a thread, which keeps enough loads in flight, and half as many of float64, but of 4096 (8 warps: with 16 ptxas
+    # spills); more only where a block has no more threads.
+    warps = min(16, max(1, rows * width * max(4, itemsize) // 2048))
+    return rows, width, min(warps, 8) if itemsize == 8 and width == 4096 else warps
+
+
+def piece_warps() -> int:
+    """Of a piece, 8 elements a thread: in bfloat16 one access of 16 bytes."""
+    return 8 if torch.version.hip else 16
 
 
 autotune = False  # whether launches try several numbers of warps instead of taking the rule's; set by who loads the kernels

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,6 +22,7 @@ from ._common import (
     is_half,
     launch,
     launch_rows,
+    piece_warps,
     row_sum,
     square_root,
 )
@@ -38,11 +38,6 @@ from ._norm_tiles import (
 
 # Of the kernel for parameter gradients: blocks of rows at most; the tile of one step.
 BLOCKS, ROWS, COLUMNS = 64, 8, 256
-
-
-def _warps() -> int:
-    """8 elements a thread: of a piece in bfloat16 one access of 16 bytes."""
-    return 8 if torch.version.hip else 16
 
 
 @triton.jit(do_not_specialize=["rows", "eps", "first"], do_not_specialize_on_alignment=["inner"])
@@ -100,7 +95,7 @@ def _forward(
 
 
 def forward(rows: int, y: Tensor, arguments: tuple[Any, ...], options: dict[str, bool]) -> None:
-    launch_rows(_forward, rows, y, *arguments, **options, COLUMNS=PIECE, num_warps=_warps())
+    launch_rows(_forward, rows, y, *arguments, **options, COLUMNS=PIECE, num_warps=piece_warps())
 
 
 @triton.jit(do_not_specialize=["rows", "first"], do_not_specialize_on_alignment=["inner", "grad_inner"])
@@ -171,7 +166,7 @@ def backward(blocks: int, x: Tensor, operands: tuple[Any, ...], layer: bool) -> 
     grad, x, weight, statistics, dx, partial, rows, n, *views, _ = operands
     if dx is not None:
         arguments = grad, x, weight, statistics, dx, rows, n, *views
-        launch_rows(_backward, rows, x, *arguments, LAYER=layer, COLUMNS=PIECE, num_warps=_warps())
+        launch_rows(_backward, rows, x, *arguments, LAYER=layer, COLUMNS=PIECE, num_warps=piece_warps())
     if partial is not None:
         steps = divide_up(divide_up(rows, ROWS), blocks)
         launch(

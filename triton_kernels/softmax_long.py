@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._common import PIECE, arithmetic, double, exp_nonpositive, is_half, launch_rows, row_sum
+from ._common import PIECE, arithmetic, double, exp_nonpositive, is_half, launch_rows, piece_warps, row_sum
 from ._softmax_tiles import (
     inverse_of,
     lead,
@@ -24,8 +24,6 @@ from ._softmax_tiles import (
     visible_columns,
     weighted,
 )
-
-WARPS = 8
 
 
 @triton.jit
@@ -88,7 +86,7 @@ def _forward(
 
 
 def forward(rows: int, y: Tensor, arguments: tuple[Any, ...], options: dict[str, bool]) -> None:
-    launch_rows(_forward, rows, y, *arguments, **options, COLUMNS=PIECE, num_warps=WARPS)
+    launch_rows(_forward, rows, y, *arguments, **options, COLUMNS=PIECE, num_warps=piece_warps())
 
 
 @triton.jit(do_not_specialize=["rows", "scale", "first"], do_not_specialize_on_alignment=["n1", "n2"])
@@ -118,7 +116,7 @@ def _backward(
 
 
 def backward(rows: int, y: Tensor, arguments: tuple[Any, ...], masked: bool) -> None:
-    launch_rows(_backward, rows, y, *arguments, MASKED=masked, COLUMNS=PIECE, num_warps=WARPS)
+    launch_rows(_backward, rows, y, *arguments, MASKED=masked, COLUMNS=PIECE, num_warps=piece_warps())
 
 
 @triton.jit
@@ -183,4 +181,4 @@ def _dropout_backward(
 
 
 def dropout_backward(rows: int, dx: Tensor, arguments: tuple[Any, ...], options: dict[str, bool]) -> None:
-    launch_rows(_dropout_backward, rows, dx, *arguments, **options, COLUMNS=PIECE, num_warps=WARPS)
+    launch_rows(_dropout_backward, rows, dx, *arguments, **options, COLUMNS=PIECE, num_warps=piece_warps())
