@@ -201,8 +201,9 @@ def test_build_tools_of_tests_are_those_of_the_build():
 
 
 @pytest.mark.alone
-def test_import_is_cheap():
-    """At most 0.2 s over torch (of processor time: the machine may be busy), and no optional package comes along."""
+def test_import_is_cheap(tmp_path):
+    """At most 0.2 s over torch (of processor time: the machine may be busy), and no optional package comes along. Compiled
+    already, as pip leaves it: the first of the processes writes the bytecode."""
     code = (
         "import sys, time, torch\n"
         "start = time.process_time()\n"
@@ -210,7 +211,8 @@ def test_import_is_cheap():
         "print(time.process_time() - start)\n"
         "print(sorted({'transformers', 'triton', 'numpy.testing', 'rich', 'matplotlib'} & set(sys.modules)))"
     )
-    environment = {"PYTHONPATH": str(Path(pyckpt.__file__).parents[1])}
+    environment = {"PYTHONPATH": str(Path(pyckpt.__file__).parents[1]), "PYTHONDONTWRITEBYTECODE": ""}
+    environment["PYTHONPYCACHEPREFIX"] = str(tmp_path)
     outputs = [
         run([sys.executable, "-c", code], cwd=ROOT.anchor, **environment).splitlines() for _ in range(3)
     ]

@@ -33,9 +33,9 @@ INTRODUCTION = """# What the compiled kernels use
 
 Written by `make audit` (python -m bench.audit), which compiles the Triton kernels without a GPU, for each target as the launchers
 choose block sizes and warps from the shape, and fails if a kernel spills registers, if accesses to contiguous, aligned operands
-are narrower than 16 bytes, or if attention in 16 bits has no matrix instructions (on sm_90, up to a width of 128: those of four
-warps together, wgmma). The first table counts all that were compiled; the second shows those in bfloat16 for rows of 4096 and for
-causal attention of width 128.
+are narrower than 16 bytes, or if attention in 16 bits has no matrix instructions (on sm_90, of plain and causal attention up to a
+width of 128: those of four warps together, wgmma). The first table counts all that were compiled; the second shows those in
+bfloat16 for rows of 4096 and for causal attention of width 128.
 
 Registers, spills and widths are read from the machine code (NVIDIA) or the assembly (AMD); occupancy is the share of a
 multiprocessor's warps that its registers and shared memory allow. Accesses are counted as instructions: 4x128 are four that move

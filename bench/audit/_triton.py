@@ -115,8 +115,10 @@ def _row(job: Job, subject: Subject, launch: Launch, file: Path) -> Row:
         file.write_bytes(compiled.asm["cubin"])
         (kernel,) = _cubin.read(file)
         row.take(kernel, dynamic_shared=row.shared)
-        # Tiles of wider heads are too small for a group of warps in backward.
-        matrix = kernel.group_matrix if target == "sm_90" and columns <= 128 else kernel.matrix
+        # In backward, what is done to scores between the products (masks, bounds, dropout) makes Triton take those of one warp,
+        # and tiles of wider heads are too small for a group of warps.
+        grouped = target == "sm_90" and columns <= 128 and name.endswith((", plain", ", causal"))
+        matrix = kernel.group_matrix if grouped else kernel.matrix
     else:
         _read_amd(row, compiled.asm["amdgcn"])
         matrix = len(_AMD_MATRIX.findall(compiled.asm["amdgcn"]))
