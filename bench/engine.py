@@ -88,9 +88,13 @@ def _row(settings: Settings, precision: str, impl: str, device: torch.device) ->
         "dtype": precision,
         "shape": f"{sizes.batch}x{sizes.sequence}x{sizes.hidden}",
         "impl": impl,
-        "backend": {"converted": "pyckpt", "pyckpt": "pyckpt", "liger": "triton", "compile": "inductor"}.get(
-            impl.split()[0], "torch"
-        ),
+        "backend": {
+            "converted": "pyckpt",
+            "pyckpt": "pyckpt",
+            "plan": "pyckpt",
+            "liger": "triton",
+            "compile": "inductor",
+        }.get(impl.split()[0], "torch"),
         "forward_ms": None,
         "step_ms": None,
         "ratio": None,

@@ -46,6 +46,7 @@ def test_rows(precision):
         assert row["status"] == "ok" and row["dtype"] == precision and row["shape"] == "2x128x128"
         assert row["ratio"] == pytest.approx(rows["eager"]["step_ms"] / row["step_ms"])
         assert row["forward_ms"] > 0 and row["peak_bytes"] > 0
+        assert row["backend"] == ("torch" if impl in ("eager", "engine", "checkpoint") else "pyckpt")
         same = {"pyckpt": "converted", "plan": "converted", "converted": None, "eager": None}.get(
             impl.split()[0], "eager"
         )
