@@ -2,6 +2,7 @@
 
 import copy
 import json
+import statistics
 import time
 
 import pytest
@@ -359,20 +360,24 @@ def test_hugging_face(ids, name):
 @pytest.mark.alone
 @pytest.mark.usefixtures("one_thread")
 def test_predicted_time(ids, monkeypatch):
-    """By the processor's time, which other processes disturb little."""
+    """By the processor's time, which other processes disturb little, and the median of ratios: a shared machine's speed may
+    change by more than what is allowed between measuring for a plan and running it."""
     monkeypatch.setattr(time, "perf_counter_ns", time.process_time_ns)
     model = make(width=256)
-    ids = torch.randint(50, (4, 256))
+    ids = torch.randint(50, (2, 256))
     step = lambda: loss_of(model(ids)).backward()  # noqa: E731
 
     for budget in (1.0, 0.4):
-        plan = planned(model, ids, budget=budget, rounds=7)
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        plan.apply(model)
-        (taken,) = _measure.in_turn({"step": step}, 7, torch.device("cpu")).values()
-        plan.revert()
-        assert plan.predicted.milliseconds == pytest.approx(taken / 1e6, rel=0.1)
+        ratios = []
+        for _ in range(5):
+            plan = planned(model, ids, budget=budget, rounds=3)
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            plan.apply(model)
+            (taken,) = _measure.in_turn({"step": step}, 3, torch.device("cpu")).values()
+            plan.revert()
+            ratios.append(plan.predicted.milliseconds / (taken / 1e6))
+        assert statistics.median(ratios) == pytest.approx(1, rel=0.1), ratios
 
 
 def test_blocks_are_found():
