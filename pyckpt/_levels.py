@@ -31,6 +31,15 @@ NARROW = 16
 _SUMS = ("AddBackward0", "SubBackward0")
 
 
+def check_policy(function: str, policy: Any) -> None:
+    """Raises ValueError."""
+    if policy not in LEVELS and not callable(policy):
+        raise ValueError(
+            f"{function}: policy must be one of {', '.join(map(repr, LEVELS))}, or a function "
+            f"(node, flops, bytes) -> CheckpointPolicy; got {policy!r}"
+        )
+
+
 def products_of(policy: Any, below: Any) -> str | None:
     """The level, if a region that begins now rebuilds products at all. In a checkpoint it does not: the products of a segment
     that is replayed would be run a third time."""

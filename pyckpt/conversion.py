@@ -25,9 +25,10 @@ from torch import nn
 from . import backends
 from . import functional as fused_functions
 from ._installation import install, installed, uninstall
+from ._levels import check_policy
 from ._targets import FUSED_CLASSES, Target, classify, describe
 from ._verify import ConversionError, place_of, verify_swap
-from .engine import Policy, check_policy
+from .engine import Policy
 
 __all__ = ["ConversionError", "Report", "convert", "report", "revert"]
 

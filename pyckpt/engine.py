@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _rules_matrix, _rules_torch, backends  # noqa: F401  # their rules
 from ._checks import check_sharding, rebuilds_the_bits, warn_once
-from ._levels import LEVELS, check_products, hold, products_of, reads_of
+from ._levels import check_policy, check_products, hold, products_of, reads_of
 from ._records import (
     Leaf,
     Outer,
@@ -39,7 +39,7 @@ from ._records import (
 )
 from ._support import may_save_its_output, steps_aside, warn_of_compile
 from .ops._registry import is_sharded
-from .rules import OWN_OUTPUT, Output, Unavailable, is_users, rule_of, saved
+from .rules import OWN_OUTPUT, USERS, Output, Unavailable, is_users, rule_of, saved
 
 __all__ = ["Policy", "RecomputeError", "recompute"]
 
@@ -88,33 +88,38 @@ class Region:
         node = tensor.grad_fn
         if node is None:
             return (tensor, tensor._version) if self.below is None else self.keep(tensor)
-        try:
-            recipe = self._attempt(tensor, node)
-        except Unavailable:
-            recipe = None
-            self.kept += 1
-            for watcher in watchers:
-                watcher.fell_back(tensor.nbytes)
-        if recipe is not None:
-            self.rebuilt += 1
-            if self.products == "mlp" and recipe.source.products and _computes(recipe.source).rule.matrix:
-                whole = tensor if tensor._base is None else tensor._base
-                hold(recipe, (whole, whole._version) if self.below is None else self.keep(whole))
-            return recipe
+        base = tensor._base
+        whole = tensor if base is None else base
+        if whole.numel() >= MIN_ELEMENTS or USERS:
+            recipe = self._attempt(tensor, whole)
+            if recipe is not None:
+                return recipe
         if self.below is not None:
             return self.keep(tensor)
-        if may_save_its_output(type(node)) or (tensor._base is not None and tensor._base._version):
+        if may_save_its_output(type(node)) or (base is not None and base._version):
             # A node that held its own output would be a cycle that no collector sees: an alias without history does as well.
             # (Of a view, a change in place may have been another node's.)
             return tensor.detach(), tensor._version
         return tensor, tensor._version
 
-    def _attempt(self, tensor: Tensor, node: Any) -> Recipe | None:
+    def _attempt(self, tensor: Tensor, whole: Tensor) -> Recipe | None:
+        """None where the tensor is kept."""
+        try:
+            recipe = self._recipe_if_worth(tensor, whole)
+        except Unavailable:
+            self.kept += 1
+            for watcher in watchers:
+                watcher.fell_back(tensor.nbytes)
+            return None
+        if recipe is not None:
+            self.rebuilt += 1
+            if self.products == "mlp" and recipe.source.products and _computes(recipe.source).rule.matrix:
+                hold(recipe, (whole, whole._version) if self.below is None else self.keep(whole))
+        return recipe
+
+    def _recipe_if_worth(self, tensor: Tensor, whole: Tensor) -> Recipe | None:
         """None where a recipe is not worth its while; raises Unavailable where there is none."""
-        whole = tensor
-        if tensor._base is not None:
-            whole = tensor._base
-            node = whole.grad_fn
+        node = whole.grad_fn
         if (
             node is None
             or self.ended
@@ -159,8 +164,9 @@ class Region:
 
     def can_rebuild(self, tensor: Tensor) -> bool:
         """Whether the region would rebuild this tensor, were it saved now."""
+        whole = tensor if tensor._base is None else tensor._base
         try:
-            return tensor.grad_fn is not None and self._attempt(tensor, tensor.grad_fn) is not None
+            return tensor.grad_fn is not None and self._recipe_if_worth(tensor, whole) is not None
         except Unavailable:
             return False
 
@@ -334,15 +340,6 @@ def _end_interrupted(begins: FrameType | None) -> None:
     for region in waiting:
         region.ended = region.frame not in running
     _unwind()
-
-
-def check_policy(function: str, policy: Any) -> None:
-    """Raises ValueError."""
-    if policy not in LEVELS and not callable(policy):
-        raise ValueError(
-            f"{function}: policy must be one of {', '.join(map(repr, LEVELS))}, or a function "
-            f"(node, flops, bytes) -> CheckpointPolicy; got {policy!r}"
-        )
 
 
 class recompute:

@@ -99,7 +99,7 @@ RULES: dict[str, Rule] = {}  # by name of the node's type
 # node, so there is nothing to gain from a rule; but other rules may start from it.
 OWN_OUTPUT: dict[str, str] = {}
 _FUNCTIONS: dict[type, Rule] = {}  # by subclass of torch.autograd.Function
-_USERS: set[type] = set()
+USERS: set[type] = set()  # of these, by :func:`register_rule`
 
 
 def rule_of(node: Any) -> Rule | None:
@@ -111,7 +111,7 @@ def rule_of(node: Any) -> Rule | None:
 
 
 def is_users(node: Any) -> bool:
-    return bool(_USERS) and getattr(type(node), "_forward_cls", None) in _USERS
+    return bool(USERS) and getattr(type(node), "_forward_cls", None) in USERS
 
 
 def saved(node: Any, name: str) -> Any:
@@ -173,7 +173,7 @@ def register_rule(
         raise TypeError(f"register_rule: expected a subclass of torch.autograd.Function, got {function!r}")
 
     def register(rebuild: FunctionT) -> FunctionT:
-        _USERS.add(function)
+        USERS.add(function)
         count: Flops = lambda node, operands: flops(node)  # noqa: E731
         _register(function, rebuild, inputs=inputs, flops=count, same_call=False, built_in=False)
         return rebuild
