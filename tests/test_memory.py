@@ -227,7 +227,8 @@ def test_copies_of_weights_under_autocast(differentiable):
     with autocast():
         memory.assert_saved_bytes(lambda: F.linear(x, weight), expected)
         memory.assert_saved_bytes(alone, expected)
-        assert copy <= memory.peak_bytes(lambda: F.linear(x, weight)) < copy + (64 << 10)
+        # One copy; the product itself takes a few hundred KiB where the processor has instructions for bfloat16.
+        assert copy <= memory.peak_bytes(lambda: F.linear(x, weight)) < 1.5 * copy
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -232,15 +232,16 @@ def _prediction(chain: Chain, steps: Sequence[Option], rest: Any) -> Prediction:
 
 
 def _curve(chain: Chain, steps: Sequence[Option]) -> list[int]:
-    base = chain.standing[-1]
-    forward, peaks = [base], []
-    saved = place = 0
+    forward, peaks = [chain.before], []
+    saved = casts = place = 0
     for option in steps:
         peaks.append(chain.standing[place] + saved + option.peak)
+        inside = saved + casts + option.forward
         saved += option.saved
+        casts += option.casts
         place += option.length
-        forward.append(forward[-1] + option.saved + option.casts)
-    middle = max(chain.head + saved, chain.forward + forward[-1] - base)
+        forward.append(chain.before + max(inside, saved + casts))
+    middle = max(chain.head + saved, chain.forward + saved + casts)
     return [*forward, middle, *reversed(peaks)]
 
 

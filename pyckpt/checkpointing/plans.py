@@ -37,7 +37,8 @@ class Plan:
         scope: as given.
         steps: ``(paths of the blocks, choice)``, in order; several paths with "segment" are one checkpoint.
         predicted, eager: with the plan, and without anything.
-        curve, eager_curve: bytes after each block's forward and at the peak inside each one's backward.
+        curve, eager_curve: bytes before the blocks, at the peak inside each one's forward (without autocast: after it), between
+            forward and backward, and at the peak inside each one's backward.
         fingerprint: of the blocks that it was made for, and of the sample's shapes.
     """
 
