@@ -50,8 +50,8 @@ class Source:
     """How to rebuild one output of a node, and in backward the rebuilt tensor for as long as savers need it."""
 
     __slots__ = (
-        "__weakref__", "chain", "dtype", "function", "held", "key", "node", "operands", "outer", "products", "readers",
-        "reads_leaf", "rule", "saved", "shape", "stream", "stride", "unsure", "value", "waiting",
+        "__weakref__", "chain", "dtype", "function", "held", "key", "needs_check", "node", "operands", "outer", "products",
+        "readers", "rule", "saved", "shape", "stream", "stride", "unsure", "value", "waiting",
     )  # fmt: skip
 
     # (id of node, number of output) -> source, so that all savers of one tensor share it. A source holds its node, which keeps
@@ -80,7 +80,8 @@ class Source:
         self.chain = 1  # of sources, each read by the next
         # Unpack functions of the hooks that hold operands (an Outer's), which must not be asked before backward.
         self.outer: frozenset[Any] = frozenset()
-        self.reads_leaf = False
+        # Whether only its bits can tell that it is right: else it is the very call that was made, of what was kept.
+        self.needs_check = not rule.same_call
         # Whether it may read what has changed since the forward read it.
         self.unsure = rule.unsure is not None and rule.unsure(node)
         # Keys of the matrix products that rebuilding it takes.
@@ -96,12 +97,12 @@ class Source:
                 if source.outer:
                     self.outer |= source.outer
                 if not source.saved:  # else it has been checked itself
-                    self.reads_leaf = self.reads_leaf or source.reads_leaf
+                    self.needs_check = self.needs_check or source.needs_check
                     self.unsure = self.unsure or source.unsure
             elif kind is Outer:
                 self.outer |= {record.unpack}
             elif kind is Leaf:
-                self.reads_leaf = True
+                self.needs_check = True
                 self.unsure = self.unsure or not record.as_read
 
     def __del__(self, forget: Callable[..., Any] = known.pop) -> None:

@@ -243,7 +243,7 @@ class Region:
                 # Of a checkpoint that has ended, say: to rebuild from it would replay it early, beside the one under way.
                 raise Unavailable("{} ran under other saved-tensor hooks", source.node)
             # The choice has to be the same when a checkpoint replays this forward, whatever was learnt in between.
-            if not rule.same_call or source.reads_leaf:
+            if source.needs_check:
                 raise Unavailable("{} cannot be checked under other saved-tensor hooks", source.node)
             return
         kinds = tuple(map(_kind, source.operands))
