@@ -57,8 +57,8 @@ sanitize: $(STAMPS)/test
 	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(CURDIR)/$(SANITIZED)/lib:$(CURDIR); \
 	$(BIN)/python -c 'import sys; sys.path.pop(0); import pyckpt; print("under test:", pyckpt.backends.native.__file__)' \
 	    | grep '$(SANITIZED)' && \
-	$(BIN)/pytest -p tests._backend_report -p no:faulthandler -p no:cacheprovider --capture=sys --require-backend cpu \
-	    -m 'not slow' -k 'not cuda_emulated and not triton_interpreted and not reference' $(SANITIZED_TESTS) $(ARGS)
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal -p tests._backend_report -p no:faulthandler -p no:cacheprovider \
+	    --capture=sys --require-backend cpu -m 'not slow' -k 'not cuda_emulated and not triton_interpreted and not reference' $(SANITIZED_TESTS) $(ARGS)
 
 # The CUDA kernels on the CPU, every access of theirs checked: no GPU and no nvcc, but CUDA's headers (tests/simt/build.py).
 simt: $(STAMPS)/test
