@@ -1,5 +1,6 @@
 """Backend ``triton_interpreted``: the Triton kernels run by Triton's interpreter, on CPU tensors. For tests without a GPU."""
 
+import functools
 import inspect
 import os
 
@@ -52,13 +53,45 @@ def _as_hardware_does():
     InterpreterBuilder.create_dot = create_dot
 
 
+def _once(cls, key, handle=False):
+    """Has cls(...) work out its attributes once for each key(...); objects made later are given the same. `handle`: but for an
+    attribute of that name, the first argument."""
+    initialise, made = cls.__init__, {}
+
+    def init(self, *arguments):
+        which = key(*arguments)
+        if which not in made:
+            initialise(self, *arguments)
+            made[which] = {name: value for name, value in vars(self).items() if name != "handle"}
+            return
+        attributes = vars(self)
+        attributes.update(made[which])
+        if handle:
+            attributes["handle"] = arguments[0]
+
+    cls.__init__ = init
+
+
 def _spare_work():
-    """The interpreter exchanges triton.language's functions at every call of a jitted function from another, where once is
-    enough, and copies memory to the host and back, where it is: more than half of a test's time."""
+    """The interpreter exchanges triton.language's functions at every call of a jitted function from another, copies memory to
+    the host and back, where it is, and works out the same types for each value: most of a test's time."""
+    import triton.language as tl
     from triton.runtime import interpreter
 
     interpreter.GridExecutor._init_args_hst = lambda self, arguments, options: (arguments, options)
     interpreter.GridExecutor._restore_args_dev = lambda self, *_: None
+
+    _once(tl.block_type, lambda element, shape: (element.name, *shape))
+    _once(tl.tensor, lambda handle, type: type.name, handle=True)
+    numpy_type, numpy_types = interpreter._get_np_dtype, {}
+
+    def known_numpy_type(dtype):
+        name = dtype.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = numpy_type(dtype)
+        return numpy_types[name]
+
+    interpreter._get_np_dtype = known_numpy_type
 
     patch, active = interpreter._patch_lang, {}  # by the modules of Triton's that a function refers to
 
@@ -68,10 +101,12 @@ def _spare_work():
                 scope.restore()
             active.clear()
 
+    @functools.cache
+    def modules_of(function):
+        return frozenset(v.__name__ for v in function.__globals__.values() if inspect.ismodule(v)) & LANGUAGE
+
     def patch_once(function):
-        modules = (
-            frozenset(v.__name__ for v in function.__globals__.values() if inspect.ismodule(v)) & LANGUAGE
-        )
+        modules = modules_of(function)
         if modules not in active:
             active[modules] = patch(function)
         return Outermost()

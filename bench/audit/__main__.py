@@ -52,28 +52,32 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--check", action="store_true", help="do not write docs/audit.md and docs/audit_cuda.md"
     )
+    parser.add_argument("--only", choices=["triton", "cuda"], help="the kernels of one backend")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args(arguments)
     start = time.monotonic()
     rows: dict[str, Row] = {}
+    cuda: list[Row] = []
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        for found in pool.map(_triton.run, list(dict.fromkeys(_triton.jobs(options.quick))), chunksize=4):
-            rows |= {f"{row.kernel} {row.dtype} {row.shape} {row.target}": row for row in found}
-        nvcc = _cuda.find_nvcc()
-        if nvcc is None:
-            print("no nvcc: the CUDA kernels are left out")
-        cuda = [
-            row
-            for found in pool.map(_cuda.run, _cuda.jobs(nvcc, options.quick) if nvcc else ())
-            for row in found
-        ]
+        if options.only != "cuda":
+            jobs = list(dict.fromkeys(_triton.jobs(options.quick)))
+            for found in pool.map(_triton.run, jobs, chunksize=4):
+                rows |= {f"{row.kernel} {row.dtype} {row.shape} {row.target}": row for row in found}
+        if options.only != "triton":
+            nvcc = _cuda.find_nvcc()
+            if nvcc is None:
+                print("no nvcc: the CUDA kernels are left out")
+            else:
+                for found in pool.map(_cuda.run, _cuda.jobs(nvcc, options.quick)):
+                    cuda += found
     wrong = [row for row in (*rows.values(), *cuda) if row.problems]
     for row in wrong:
         print(f"WRONG: {row.kernel}, {row.dtype}, {row.shape}, {row.target}: {'; '.join(row.problems)}")
     print(f"{len(rows) + len(cuda)} kernels compiled in {time.monotonic() - start:.0f} s, {len(wrong)} wrong")
     if not (options.quick or options.check or wrong):
-        shown = [row for row in rows.values() if _triton.is_shown(row)]
-        DOCUMENT.write_text(f"{INTRODUCTION}\n{summary(list(rows.values()))}\n\n{table(shown)}\n")
+        if rows:
+            shown = [row for row in rows.values() if _triton.is_shown(row)]
+            DOCUMENT.write_text(f"{INTRODUCTION}\n{summary(list(rows.values()))}\n\n{table(shown)}\n")
         if cuda:
             CUDA_DOCUMENT.write_text(f"{CUDA_INTRODUCTION}\n{_cuda.table(cuda)}\n")
     return 1 if wrong else 0
