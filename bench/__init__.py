@@ -17,8 +17,3 @@ coverage.py   what is saved on real architectures (``python -m bench.coverage``)
 _architectures.py   their models, random and of any size
 audit/        what the compiled kernels use (``python -m bench.audit``): docs/audit.md and docs/audit_cuda.md
 """
-
-import os
-
-# The profiler library behind memory.peak_bytes prints two lines a use; it reads this while torch is loaded.
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")

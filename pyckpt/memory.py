@@ -263,12 +263,29 @@ def peak_bytes(fn: Callable[[], Any], *, device: str | torch.device = "cpu", war
     return peak
 
 
+@contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """Kineto, which the profiler stands on, writes a line at each start and end, unless told otherwise when it is first used."""
+    level = "KINETO_LOG_LEVEL"
+    if level in os.environ:
+        yield
+        return
+    os.environ[level] = "6"  # above all that it has
+    try:
+        yield
+    finally:
+        del os.environ[level]
+
+
 def _allocations(fn: Callable[[], Any]) -> list[int]:
     """Bytes of PyTorch's CPU allocations (positive) and releases (negative) during `fn()`, in order."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiler:
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with _quiet_profiler():
+        profiler.start()
+    try:
         fn()
+    finally:
+        profiler.stop()
     # The trace file is the documented way to the single events; the event list merges them into operators.
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "trace.json")

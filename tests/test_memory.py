@@ -207,6 +207,12 @@ def test_peak_bytes_of_a_step(x):
     assert 2 * SIZE < memory.peak_bytes(step) <= 3 * SIZE + 1024
 
 
+def test_peak_bytes_is_quiet():
+    code = "import torch; from pyckpt import memory; [memory.peak_bytes(lambda: torch.ones(999)) for _ in range(2)]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "profiler" not in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("differentiable", [True, False])
 @pytest.mark.usefixtures("counted")
 def test_copies_of_weights_under_autocast(differentiable):
