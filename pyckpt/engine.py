@@ -75,8 +75,8 @@ class Region:
         self.frame: tuple[int, CodeType] | None = None
         # Leaves that an edge leads to are read when their reader's output is saved, which may be after an optimizer's step. Those
         # whose version has not changed since the region began, and before the reader ran, are as the reader saw them.
-        start = torch._C._autograd._get_sequence_nr()
-        self.versions = {key: (leaf._version, start) for key, leaf in known_leaves()}
+        self.start = torch._C._autograd._get_sequence_nr()
+        self.versions = {key: (leaf._version, self.start) for key, leaf in known_leaves()}
         # PyTorch calls the topmost pair of hooks only, so the region calls the pair below it; but not another region's.
         below: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self.below = below[0].__self__.below if below is not None and below[1] is unpack else below
@@ -182,6 +182,8 @@ class Region:
             )
         if rule.matrix and self.policy is None and not (self.products and rule.linear):
             raise Unavailable("{} is a matrix product", node)
+        if rule.matrix and self.products and node._sequence_nr() < self.start:
+            raise Unavailable("{} is a matrix product of another region", node)
         try:
             function, operands = rule.capture(
                 node, output, functools.partial(self._edge, node, direct and rule.view)

@@ -13,7 +13,7 @@ import pyckpt
 from pyckpt import explain, recompute
 from pyckpt._records import Source
 from pyckpt.memory import peak_bytes, saved_bytes
-from tests._engine import Watched, assert_same, gradients, region
+from tests._engine import Watched, assert_same, blocks, gradients, region
 from tests._levels import (
     BATCH,
     LAYERS,
@@ -341,3 +341,24 @@ def test_gradients_accumulate():
     plain = pyckpt.convert(stack(), recompute=False)
     run = lambda m: gradients(m, lambda: m(x).square().mean() + m(x.detach()).mean())  # noqa: E731
     assert_same(run(model), run(plain))
+
+
+@pytest.mark.parametrize("policy", ["mlp", "linear"])
+@pytest.mark.usefixtures("counted")
+def test_products_of_an_outer_region_are_not_rebuilt(policy):
+    """A plan's region in that of the model, say: what the outer one keeps is where the inner one's products begin."""
+    project, model, x = nn.Linear(8, 32), blocks(2), torch.randn(512, 8)
+
+    def forward(outer):
+        with region(outer):
+            y = project(x)
+            with recompute(policy):
+                y = model(y)
+            return y.square().mean()
+
+    alone, nested = (saved_bytes(lambda outer=outer: forward(outer)) for outer in (False, True))
+    assert nested == pytest.approx(
+        alone, abs=2 * 512 * 32 * 4 + 2048
+    )  # the loss' input, and the projection's output
+    results = [gradients(model, lambda outer=outer: forward(outer)) for outer in (False, True)]
+    assert_same(*results)
