@@ -58,7 +58,8 @@ sanitize: $(STAMPS)/test
 	$(BIN)/python -c 'import sys; sys.path.pop(0); import pyckpt; print("under test:", pyckpt.backends.native.__file__)' \
 	    | grep '$(SANITIZED)' && \
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal -p tests._backend_report -p no:faulthandler -p no:cacheprovider \
-	    --capture=sys --require-backend cpu -m 'not slow' -k 'not cuda_emulated and not triton_interpreted and not reference' $(SANITIZED_TESTS) $(ARGS)
+	    --capture=sys --require-backend cpu -m 'not slow' -k 'not cuda_emulated and not triton_interpreted and not reference' \
+	    $(SANITIZED_TESTS) $(ARGS)
 
 # The CUDA kernels on the CPU, every access of theirs checked: no GPU and no nvcc, but CUDA's headers (tests/simt/build.py).
 simt: $(STAMPS)/test
@@ -69,7 +70,7 @@ simt: $(STAMPS)/test
 # The CUDA kernels compiled by nvcc, for one architecture unless PYCKPT_CUDA_ARCHS names others. Needs no GPU.
 CUDA_BUILD := build/cuda
 # Where setup.py builds editable installs: the CPU's objects are there already.
-OBJECTS := build/editable-$(shell $(PYTHON) -c 'import sys; print(sys.implementation.cache_tag)')
+OBJECTS = build/editable-$(shell $(PYTHON) -c 'import sys; print(sys.implementation.cache_tag)')
 cuda: $(STAMPS)/tools
 	PYCKPT_CUDA=on PYCKPT_CUDA_ARCHS='$(or $(PYCKPT_CUDA_ARCHS),90)' $(BIN)/python setup.py --quiet build \
 	    --build-base $(CUDA_BUILD) --build-temp $(OBJECTS) --build-lib $(CUDA_BUILD)/lib

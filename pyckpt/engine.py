@@ -364,7 +364,8 @@ class recompute:
         policy: ``"pointwise"``: rebuild whatever needs no matrix product. ``"mlp"``: also products that only pointwise
             operations read (a Transformer's first MLP layer; gate and up), for about a tenth more work. ``"linear"``: those of
             every linear layer (queries, keys and values too), for about a fifth. At both, no product is rebuilt from another
-            one, nor for a residual sum; and inside ``torch.utils.checkpoint``, which runs them again itself, they are as
+            one, nor for a residual sum, nor one that ran before the region began; and
+            inside ``torch.utils.checkpoint``, which runs them again itself, they are as
             ``"pointwise"``. Or a function ``(node, flops, bytes) -> torch.utils.checkpoint.CheckpointPolicy`` asked for each
             tensor that can be rebuilt, matrix products and convolutions included.
         verify: compare the bits of every rebuilt tensor in forward already, instead of at the first use of each kind.

@@ -357,8 +357,7 @@ def test_products_of_an_outer_region_are_not_rebuilt(policy):
             return y.square().mean()
 
     alone, nested = (saved_bytes(lambda outer=outer: forward(outer)) for outer in (False, True))
-    assert nested == pytest.approx(
-        alone, abs=2 * 512 * 32 * 4 + 2048
-    )  # the loss' input, and the projection's output
+    ends = 2 * 512 * 32 * 4  # the projection's output, and the loss' input
+    assert nested == pytest.approx(alone, abs=ends + 2048)
     results = [gradients(model, lambda outer=outer: forward(outer)) for outer in (False, True)]
     assert_same(*results)

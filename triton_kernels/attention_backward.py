@@ -330,14 +330,8 @@ def _strides(x: Tensor | None) -> tuple[int, ...]:
 
 
 def key_gradients(
-    call: Call,
-    grad: Tensor,
-    shift: Tensor,
-    delta: Tensor,
-    total: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-) -> None:
+    call: Call, grad: Tensor, shift: Tensor, delta: Tensor, total: Tensor | None, dk: Tensor | None, dv: Tensor | None,
+) -> None:  # fmt: skip
     """Those of dk and dv that are not None, of any strides. `shift`: logsumexp or, with `total`, the rows' maxima."""
     shape = geometry(call, *BY_KEYS)
     programs = call.k.shape[0] * call.k.shape[1] * divide_up(call.k.shape[2], shape["KEYS"])

@@ -115,8 +115,8 @@ def _row(job: Job, subject: Subject, launch: Launch, file: Path) -> Row:
         file.write_bytes(compiled.asm["cubin"])
         (kernel,) = _cubin.read(file)
         row.take(kernel, dynamic_shared=row.shared)
-        # In backward, what is done to scores between the products (masks, bounds, dropout) makes Triton take those of one warp,
-        # and tiles of wider heads are too small for a group of warps.
+        # With masks, bounds or dropout, and for wider heads, backward's tiles are too small for a group of warps: larger ones
+        # spill.
         grouped = target == "sm_90" and columns <= 128 and name.endswith((", plain", ", causal"))
         matrix = kernel.group_matrix if grouped else kernel.matrix
     else:
