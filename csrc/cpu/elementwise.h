@@ -80,6 +80,7 @@ static inline void map_elements(int dtype, const StridedView* view, int64_t n, c
       }
       void* base = view ? raw[kInputs] : y;
       F* out = target(dtype, base, view ? 0 : start, wide[kInputs]);
+      if (!view) Ahead(dtype, y, start).fetch(0, count);  // to be written after the arithmetic
       kernel(start, count, in, out);
       narrow(dtype, out, base, view ? 0 : start, count);
       if (view) copy_block<false>(dtype, *view, kInputs, y, start, count, base);

@@ -26,8 +26,8 @@ static inline RowStatistics<F> read_statistics(const F* statistics, int64_t rows
 // Mean and variance in one pass over deviations from a first guess at the mean; what happens once a row is done in double.
 // The guess is the mean of the first elements. Where it is so far off (beyond 4 standard deviations) that the variance would
 // lose digits, the mean found replaces it in a second pass. RMSNorm's "deviations" are from 0.
-template <bool kCentred, class F>
-static inline RowStatistics<F> compute_statistics(const F* x, int64_t n, double eps) {
+template <bool kCentred, class F, int kRows>
+static inline RowStatistics<F> compute_statistics(const F* x, int64_t n, double eps, const Ahead (&ahead)[kRows]) {
   F guess = F(0);
   if (kCentred) {
     const int64_t few = smaller(n, 16);
@@ -36,10 +36,11 @@ static inline RowStatistics<F> compute_statistics(const F* x, int64_t n, double 
   }
   double shift = 0, variance = 0;
   for (int pass = 0; pass < 2; ++pass) {
-    const Pair<double> sums = sum_pairs_over<F>(n, [=](int64_t i) {
+    const auto term = [=](int64_t i) {
       const F d = kCentred ? x[i] - guess : x[i];
       return Pair<F>{d, d * d};
-    });
+    };
+    const Pair<double> sums = sum_pairs_over<F>(n, term, ahead);
     shift = kCentred ? sums.first / double(n) : 0.0;
     variance = sums.second / double(n) - shift * shift;
     if (shift * shift <= 16 * variance || pass == 1) break;
@@ -76,7 +77,8 @@ static void forward_rows(const NormArguments& a, void* y, F* statistics, bool re
     for (int64_t row = begin; row < end; ++row) {
       const F* x = widen(a.dtype, a.x, row_offset(a.x_view, row), n, scratch.at(0));
       if (!recompute) {
-        const RowStatistics<F> computed = compute_statistics<kCentred>(x, n, a.eps);
+        const Ahead ahead[] = {{a.dtype, a.x, row_offset(a.x_view, smaller(row + 1, end - 1))}, {a.dtype, y, row * n}};
+        const RowStatistics<F> computed = compute_statistics<kCentred>(x, n, a.eps, ahead);
         if (kCentred) {
           statistics[row] = computed.mean;
           statistics[a.rows + row] = computed.residual;
@@ -93,14 +95,15 @@ static void forward_rows(const NormArguments& a, void* y, F* statistics, bool re
 // Backward. With h = (x - mean) rstd and v = grad weight:
 // dx = rstd (v - mean(v) - h mean(v h)), without mean(v) for RMSNorm; dweight = sum of grad h, dbias = sum of grad over
 // rows. A first pass over kRows rows side by side gives the sums of v h and v and adds to the parameter gradients: side by
-// side, because the gradients then cost one load and store for all the rows. A second pass, in cache, writes dx.
+// side, because the gradients then cost one load and store for all the rows. A second pass, in cache, writes dx, for which the
+// first asks ahead.
 constexpr int kGroup = 4;      // rows side by side
 constexpr int kRun = 16;       // rows whose parameter gradients are summed in F before they are added in double
 constexpr int64_t kStep = 16;  // elements of a row at once; lane j sums elements j, j + kStep, ...
 
 template <int kRows, bool kCentred, bool kWeight, bool kParameters, class F>
 static inline void reduce_rows(int64_t n, const F* const* x, const F* const* grad, const F* weight, const RowStatistics<F>* rows,
-                               F* dweight, F* dbias, Pair<double>* sums) {
+                               F* dweight, F* dbias, Pair<double>* sums, const Ahead& ahead) {
   F mean[kRows], rstd[kRows], shift[kRows];
   for (int k = 0; k < kRows; ++k) {
     sums[k] = {0, 0};
@@ -130,6 +133,7 @@ static inline void reduce_rows(int64_t n, const F* const* x, const F* const* gra
     };
     int64_t i = start;
     for (; i + kStep <= end; i += kStep) {
+      ahead.fetch(kRows * i, kRows * kStep);
 #pragma omp simd
       for (int64_t j = 0; j < kStep; ++j) visit(i + j, j);
     }
@@ -215,11 +219,13 @@ static void backward_rows(const NormArguments& a, const NormGradients& out, int 
           rows[k] = read_statistics<kCentred>(statistics, a.rows, row + k);
         }
         Pair<double> row_sums[kGroup];
+        const Ahead ahead(a.dtype, out.dx ? out.dx : out.grad, row * n);
         if (count == kGroup)
-          reduce_rows<kGroup, kCentred, kWeight, kParameters>(n, x, grad, weight, rows, run, run + n, row_sums);
+          reduce_rows<kGroup, kCentred, kWeight, kParameters>(n, x, grad, weight, rows, run, run + n, row_sums, ahead);
         else
           for (int k = 0; k < count; ++k)
-            reduce_rows<1, kCentred, kWeight, kParameters>(n, x + k, grad + k, weight, rows + k, run, run + n, row_sums + k);
+            reduce_rows<1, kCentred, kWeight, kParameters>(n, x + k, grad + k, weight, rows + k, run, run + n, row_sums + k,
+                                                           ahead);
         if (kParameters && ((row - begin) % kRun == kRun - kGroup || row + count == end)) flush(run, sums, 2 * n);
         for (int k = 0; out.dx && k < count; ++k) {
           F* dx = target(a.dtype, out.dx, (row + k) * n, scratch.at((2 * kGroup + 1) * n));

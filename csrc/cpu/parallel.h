@@ -164,17 +164,22 @@ static inline F dot_over(int64_t n, const A& a, const B& b) {
   return F(total);
 }
 
-// Sums over [0, n) of both members of term(i), in double.
-template <class F, class Term>
-static inline Pair<double> sum_pairs_over(int64_t n, const Term& term) {
+// Sums over [0, n) of both members of term(i), in double; of `ahead` as many elements are asked for.
+template <class F, int kRows, class Term>
+static inline Pair<double> sum_pairs_over(int64_t n, const Term& term, const Ahead (&ahead)[kRows]) {
   double first = 0, second = 0;
   for (int64_t start = 0; start < n; start += kChunk) {
     F a[kLanes] = {}, b[kLanes] = {};
-    in_lanes(smaller(kChunk, n - start), [&](int64_t i, int64_t j) {
-      const Pair<F> t = term(start + i);
-      a[j] += t.first;
-      b[j] += t.second;
-    });
+    in_lanes(
+        smaller(kChunk, n - start),
+        [&](int64_t i, int64_t j) {
+          const Pair<F> t = term(start + i);
+          a[j] += t.first;
+          b[j] += t.second;
+        },
+        [&](int64_t i) {
+          for (const Ahead& row : ahead) row.fetch(start + i, kLanes);
+        });
     first += total_of(a);
     second += total_of(b);
   }
