@@ -152,13 +152,15 @@ static inline F sum_over(int64_t n, const Term& term, const Ahead (&ahead)[kRows
   return F(total);
 }
 
-// Sum over [0, n) of a(i) b(i), products unrounded where the processor has a fused multiply-add.
-template <class F, class A, class B>
-static inline F dot_over(int64_t n, const A& a, const B& b) {
+// Sum over [0, n) of a(i) b(i), products unrounded where the processor has a fused multiply-add; before some of them, before(i).
+template <class F, class A, class B, class Before = Nothing>
+static inline F dot_over(int64_t n, const A& a, const B& b, const Before& before = {}) {
   double total = 0;
   for (int64_t start = 0; start < n; start += kChunk) {
     F lanes[kLanes] = {};
-    in_lanes(smaller(kChunk, n - start), [&](int64_t i, int64_t j) { lanes[j] = fused(a(start + i), b(start + i), lanes[j]); });
+    in_lanes(
+        smaller(kChunk, n - start), [&](int64_t i, int64_t j) { lanes[j] = fused(a(start + i), b(start + i), lanes[j]); },
+        [&](int64_t i) { before(start + i); });
     total += total_of(lanes);
   }
   return F(total);

@@ -153,8 +153,10 @@ static void backward_rows(const SoftmaxArguments& a, const SoftmaxGradients& out
         p = again;
         g = dropped;
       }
-      const F dot =
-          dot_over<F>(visible, [=](int64_t i) { return p[i]; }, [=](int64_t i) { return kMasked && p[i] == F(0) ? F(0) : g[i]; });
+      const Ahead ahead(a.dtype, out.dx, row * n);
+      const F dot = dot_over<F>(
+          visible, [=](int64_t i) { return p[i]; }, [=](int64_t i) { return kMasked && p[i] == F(0) ? F(0) : g[i]; },
+          [&](int64_t i) { ahead.fetch(i, kLanes); });
 #pragma omp simd
       for (int64_t i = 0; i < visible; ++i) dx[i] = weighted(kMasked, p[i], g[i] - dot) * scale;
       for (int64_t i = visible; i < n; ++i) dx[i] = F(0);
