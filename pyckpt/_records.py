@@ -18,7 +18,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -251,12 +251,10 @@ class Leaf:
 _leaves: dict[int, weakref.ref[Tensor]] = {}
 
 
-def known_leaves() -> Iterator[tuple[int, Tensor]]:
-    for key in list(_leaves):  # of pairs, a list would be made while the garbage collector takes some away
-        reference = _leaves.get(key)
-        leaf = None if reference is None else reference()
-        if leaf is not None:
-            yield key, leaf
+def leaf_versions() -> dict[int, int]:
+    """By id, of leaves that a recipe reads or has read."""
+    # Of a copy: a garbage collection may take some away meanwhile, which a list of pairs would be no safeguard against.
+    return {key: leaf._version for key, weak in _leaves.copy().items() if (leaf := weak()) is not None}
 
 
 class Outer:

@@ -32,7 +32,7 @@ from ._records import (
     RecomputeError,
     Source,
     is_freed,
-    known_leaves,
+    leaf_versions,
     regions,
     unpack,
     watchers,
@@ -76,7 +76,8 @@ class Region:
         # Leaves that an edge leads to are read when their reader's output is saved, which may be after an optimizer's step. Those
         # whose version has not changed since the region began, and before the reader ran, are as the reader saw them.
         self.start = torch._C._autograd._get_sequence_nr()
-        self.versions = {key: (leaf._version, self.start) for key, leaf in known_leaves()}
+        self.versions = leaf_versions()
+        self.since: dict[int, int] = {}  # where not from the start
         # PyTorch calls the topmost pair of hooks only, so the region calls the pair below it; but not another region's.
         below: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self.below = below[0].__self__.below if below is not None and below[1] is unpack else below
@@ -90,7 +91,7 @@ class Region:
             return (tensor, tensor._version) if self.below is None else self.keep(tensor)
         base = tensor._base
         whole = tensor if base is None else base
-        if whole.numel() >= MIN_ELEMENTS or USERS:
+        if (whole.numel() >= MIN_ELEMENTS or USERS) and (base is None or base.grad_fn is not None):
             recipe = self._attempt(tensor, whole)
             if recipe is not None:
                 return recipe
@@ -231,10 +232,12 @@ class Region:
     def _leaf(self, leaf: Tensor, reader: Any) -> Leaf:
         if is_freed(leaf):
             raise Unavailable("it reads a parameter whose storage is freed")
-        version, since = self.versions.get(id(leaf), (-1, 0))
-        as_read = version == leaf._version and reader._sequence_nr() >= since
+        key, version = id(leaf), leaf._version
+        as_read = self.versions.get(key) == version and reader._sequence_nr() >= self.since.get(
+            key, self.start
+        )
         if not as_read:
-            self.versions[id(leaf)] = leaf._version, torch._C._autograd._get_sequence_nr()
+            self.versions[key], self.since[key] = version, torch._C._autograd._get_sequence_nr()
         return Leaf(leaf, as_read)
 
     def _check(self, source: Source, whole: Tensor) -> None:
@@ -290,7 +293,8 @@ def enter(
     if torch.compiler.is_compiling():
         warn_of_compile()
         return
-    _end_interrupted(frame)
+    if regions.stack:
+        _end_interrupted(frame)
     if backends.disabled() or regions.suspended:
         return
     reason = steps_aside()
@@ -306,10 +310,10 @@ def enter(
 def leave(owner: object, failed: bool = False) -> None:
     if torch.compiler.is_compiling():
         return
-    region = next(
-        (region for key, region in reversed(regions.stack) if key is owner and not region.ended), None
-    )
-    if region is None:
+    for key, region in reversed(regions.stack):
+        if key is owner and not region.ended:
+            break
+    else:
         return
     region.ended = True
     _unwind()
