@@ -19,7 +19,7 @@ def _is_number(value: Any) -> bool:
     """As torch has it for its float arguments: also numpy's scalars, and tensors of no dimension."""
     if isinstance(value, Tensor):
         return not value.dim() and not value.requires_grad and not value.is_complex()
-    return isinstance(value, numbers.Real)
+    return type(value) is float or isinstance(value, numbers.Real)  # the latter takes half a microsecond
 
 
 def check_options(

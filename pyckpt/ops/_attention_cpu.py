@@ -99,7 +99,10 @@ class _Sum:
         if self.total is None:
             target.zero_()
             return
-        # Two-dimensional transposes go by tiles.
+        if target.is_contiguous() or target.numel() <= 2**18:
+            target.copy_(self.total.view(*target.shape[:2], *self.total.shape[1:]).transpose(2, 3))
+            return
+        # Far apart in memory, they are best copied head by head: two-dimensional transposes go by tiles.
         for unit, (entry, head) in enumerate(
             (entry, head) for entry in range(target.shape[0]) for head in range(target.shape[1])
         ):

@@ -253,7 +253,7 @@ def attention(
     check_tensors(query, key, value, enable_gqa)
     shapes = [x.shape[: -3 if enable_gqa else -2] for x in (query, key, value)]
     try:
-        leading = torch.broadcast_shapes(*shapes)
+        leading = shapes[0] if shapes[0] == shapes[1] == shapes[2] else torch.broadcast_shapes(*shapes)
     except RuntimeError:
         raise RuntimeError(
             f"attention: the leading dimensions of {describe('query', query)}, {describe('key', key)} and "
