@@ -89,7 +89,7 @@ def test_same_inputs_same_bits(name, dtype, backend):
 @pytest.mark.parametrize("name", FEATURES)
 def test_chunks_side_by_side(name, native, monkeypatch):
     """Many chunks on several threads give the bits of one thread, gradients of shared biases too; in inference mode as well."""
-    monkeypatch.setattr(_attention_blocks, "SCORES", 512)
+    monkeypatch.setattr(_attention_blocks, "SCORE_BYTES", 2048)
     monkeypatch.setattr(_attention_blocks, "SIDE_BY_SIDE", 0)
     tensors = attention.make((3, 4, 2, 33, 31, 16, 16), torch.float32)
     feature = FEATURES[name](*tensors[:2])

@@ -19,7 +19,7 @@ from ._attention_definition import Given, Options
 from ._native import address, code, resolved
 from ._registry import DTYPES
 
-SCORES = 2**19  # of a block
+SCORE_BYTES = 2**21  # of a block
 SIDE_BY_SIDE = 2**16  # scores of a call from which threads are worth their start
 SHORT = 256  # rows of a block where rows do not see all keys: the shorter, the less is computed in vain
 
@@ -106,6 +106,7 @@ class Attention:
         self.group = self.heads // self.kv_heads if self.kv_heads else 1
         self.options, self.given = options, given
         self.dtype = product_dtype(q.dtype)
+        self.scores_at_once = SCORE_BYTES // self.dtype.itemsize
         unlimited = self.queries + self.keys
         self.left = unlimited if options.left is None else min(options.left, unlimited)
         self.right = unlimited if options.right is None else min(options.right, unlimited)
@@ -173,12 +174,12 @@ class Attention:
 
     def rows_at_once(self, s: Sequence) -> int:
         limited = min(self.left, self.right) < self.keys
-        rows = max(1, SCORES // max(1, s.k1 - s.k0))
+        rows = max(1, self.scores_at_once // max(1, s.k1 - s.k0))
         rows = max(rows - rows % 64, min(rows, 64))
         return max(1, min(s.q1 - s.q0, rows, SHORT if limited else rows))
 
     def heads_at_once(self, s: Sequence) -> int:
-        heads = max(1, SCORES // max(1, self.rows_at_once(s) * (s.k1 - s.k0)))
+        heads = max(1, self.scores_at_once // max(1, self.rows_at_once(s) * (s.k1 - s.k0)))
         return heads - heads % self.group if heads >= self.group else heads
 
     def chunks(self) -> Iterator[Chunk]:
