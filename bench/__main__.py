@@ -241,7 +241,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ModuleNotFoundError(missing)
             _report.prepare(args.json, args.plot)
             backend = choose_backend(args.backend, args.device)
-            stack.enter_context(backends.use(backend))
+            if args.backend:  # else small inputs may be left to torch's own ops, as a user's are
+                stack.enter_context(backends.use(backend))
         except (ImportError, OSError, RuntimeError, ValueError) as error:
             cli.error(str(error))
         result = measure_all(args, backend, subjects)

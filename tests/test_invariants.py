@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import pyckpt.functional as F
-from pyckpt import recompute
+from pyckpt import backends, recompute
 from pyckpt.memory import saved_bytes
 from tests import _oracle as oracle
 from tests._ops import BY_NAME, CASES, run
@@ -75,8 +75,20 @@ def layouts(x):
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @every_case
 def test_layouts_of_input_and_gradient(case, dtype, backend):
-    x, grad = draw(4, 6, 5, 10, dtype=dtype), draw(4, 6, 5, 10, dtype=dtype)
-    parameters = case.make_parameters(dtype, 10)
+    check_layouts(case, (4, 6, 5, 10), dtype, backend)
+
+
+@pytest.mark.parametrize("columns", [259, 8201])
+@every_case
+def test_layouts_of_long_rows(case, columns, native):
+    """Which the CPU kernels do not gather, where they are dense."""
+    with backends.use("cpu"):  # by name, or some of these would be left to torch
+        check_layouts(case, (2, 3, 2, columns), torch.bfloat16 if columns == 259 else torch.float32, "cpu")
+
+
+def check_layouts(case, shape, dtype, backend):
+    x, grad = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype)
+    parameters = case.make_parameters(dtype, shape[-1])
     expected = run(case.call, x, parameters, grad)
     for (name, other), (grad_name, other_grad) in zip(
         [("contiguous", x), *layouts(x)], [*list(layouts(grad))[::-1], ("contiguous", grad)], strict=True

@@ -2,7 +2,7 @@
 // x or to the gradient: 2 elements moved per element, and no mask. A dropped NaN or infinity gives NaN, as in torch.
 #include "elementwise.h"
 #include "launchers.h"
-#include "random.h"
+#include "probability.h"
 
 namespace pyckpt {
 namespace PYCKPT_ISA {
@@ -12,14 +12,11 @@ void dropout(int dtype, const void* x, void* y, int64_t n, const StridedView* vi
   with_arithmetic(dtype, [&](auto type) {
     using F = typename decltype(type)::type;
     map_elements<F, 1>(dtype, view, n, {x}, y, threads, [&](int64_t begin, int64_t count, const F* const* in, F* out) {
-      F factors[kMaskBlock];
-      for (int64_t start = 0; start < count; start += kMaskBlock) {
-        const int64_t size = smaller(kMaskBlock, count - start);
-        dropout_factors(rule, begin + start, factors);
-        const F* values = in[0] + start;
+      const F* values = in[0];
+      with_factors<F>(rule, begin, count, [&](int64_t start, int64_t size, const F* factors) {
 #pragma omp simd
-        for (int64_t i = 0; i < size; ++i) out[start + i] = values[i] * factors[i];
-      }
+        for (int64_t i = 0; i < size; ++i) out[start + i] = values[start + i] * factors[i];
+      });
     });
   });
 }

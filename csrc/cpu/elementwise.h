@@ -58,6 +58,45 @@ static inline void copy_block(int dtype, const StridedView& view, int64_t operan
   }
 }
 
+// Whether the last dimension is dense in all operands, and long enough to be worked on row by row where it is.
+static inline bool has_dense_rows(const StridedView& view, int64_t operands) {
+  const int64_t last = view.dims - 1;
+  for (int64_t k = 0; k < operands; ++k)
+    if (view.strides[k * view.dims + last] != 1) return false;
+  return view.sizes[last] >= 256;
+}
+
+// `map_elements` of a view that has dense rows (part of a wider tensor, heads beside each other): nothing is copied.
+template <class F, int kInputs, class Kernel>
+static inline void map_rows(int dtype, const StridedView& view, const void* const (&inputs)[kInputs], void* y, int threads,
+                            const Kernel& kernel) {
+  constexpr int64_t kPart = 16 * kBlock;  // of a row, for a thread
+  const int64_t last = view.dims - 1, columns = view.sizes[last], parts = divide_up(columns, kPart);
+  const int64_t rows = element_count(view) / larger(1, columns);
+  parallel_for(rows * parts, 1, divide_up(kGrain, smaller(kPart, columns)), threads, [&](int64_t begin, int64_t end) {
+    F wide[kInputs + 1][kBlock];
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t row = unit / parts, first = unit % parts * kPart, limit = smaller(columns, first + kPart);
+      int64_t offsets[kInputs + 1] = {}, rest = row;
+      for (int64_t d = last - 1; d >= 0; --d) {
+        const int64_t index = rest % view.sizes[d];
+        rest /= view.sizes[d];
+        for (int k = 0; k <= kInputs; ++k) offsets[k] += index * view.strides[k * view.dims + d];
+      }
+      for (int64_t start = first; start < limit; start += kBlock) {
+        const int64_t count = smaller(kBlock, limit - start);
+        const F* in[kInputs];
+        for (int k = 0; k < kInputs; ++k) in[k] = widen(dtype, inputs[k], offsets[k] + start, count, wide[k]);
+        const int64_t offset = offsets[kInputs] + start;
+        Ahead(dtype, y, offset).fetch(0, count);
+        F* out = target(dtype, y, offset, wide[kInputs]);
+        kernel(row * columns + start, count, in, out);
+        narrow(dtype, out, y, offset, count);
+      }
+    }
+  });
+}
+
 // kernel(begin, count, in, y): y[i] for logical elements [begin, begin + count) from the kInputs dense arrays in[k]. Without
 // a view the operands are dense in one common order, and `begin` counts in that order.
 template <class F, int kInputs, class Kernel>
@@ -69,6 +108,7 @@ static inline void map_elements(int dtype, const StridedView* view, int64_t n, c
       for (int k = 0; k < kInputs; ++k) in[k] = static_cast<const F*>(inputs[k]) + begin;
       kernel(begin, end - begin, in, static_cast<F*>(y) + begin);
     });
+  if (view && has_dense_rows(*view, kInputs + 1)) return map_rows<F, kInputs>(dtype, *view, inputs, y, threads, kernel);
   parallel_for(view ? element_count(*view) : n, kBlock, kGrain, threads, [&](int64_t begin, int64_t end) {
     F wide[kInputs + 1][kBlock], raw[kInputs + 1][kBlock];
     for (int64_t start = begin; start < end; start += kBlock) {
