@@ -66,13 +66,13 @@ static inline bool has_dense_rows(const StridedView& view, int64_t operands) {
   return view.sizes[last] >= 256;
 }
 
-// `map_elements` of a view that has dense rows (part of a wider tensor, heads beside each other): nothing is copied.
+// `map_elements` of a view that has dense rows (a part of a wider tensor's columns): nothing is copied.
 template <class F, int kInputs, class Kernel>
 static inline void map_rows(int dtype, const StridedView& view, const void* const (&inputs)[kInputs], void* y, int threads,
                             const Kernel& kernel) {
   constexpr int64_t kPart = 16 * kBlock;  // of a row, for a thread
   const int64_t last = view.dims - 1, columns = view.sizes[last], parts = divide_up(columns, kPart);
-  const int64_t rows = element_count(view) / larger(1, columns);
+  const int64_t rows = element_count(view) / columns;
   parallel_for(rows * parts, 1, divide_up(kGrain, smaller(kPart, columns)), threads, [&](int64_t begin, int64_t end) {
     F wide[kInputs + 1][kBlock];
     for (int64_t unit = begin; unit < end; ++unit) {
