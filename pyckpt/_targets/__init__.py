@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch.nn.modules import activation as torch_activations
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -191,12 +192,16 @@ def _prove(module: nn.Module) -> Proof | str:
         return f"{describe(cls)} could not be probed: tensors are not real under a dispatch mode"
     known = _verdicts.setdefault(cls, {})
     if subject.key not in known:
+        # Compiled by torch.compile, if that is under way around us, a probe would not do what the class's code says.
+        compiler = eval_frame.set_eval_frame(None)
         try:
             verdict: Proof | str = _prove_subject(subject)
         except Unprovable as reason:
             verdict = str(reason)
         except Exception as error:  # not cached: the cause may lie around us
             return f"{describe(cls)} could not be probed ({type(error).__name__})"
+        finally:
+            eval_frame.set_eval_frame(compiler)
         known[subject.key] = verdict
     return known[subject.key]
 
