@@ -233,9 +233,8 @@ class Region:
         if is_freed(leaf):
             raise Unavailable("it reads a parameter whose storage is freed")
         key, version = id(leaf), leaf._version
-        as_read = self.versions.get(key) == version and reader._sequence_nr() >= self.since.get(
-            key, self.start
-        )
+        ran_since = reader._sequence_nr() >= self.since.get(key, self.start)
+        as_read = ran_since and self.versions.get(key) == version
         if not as_read:
             self.versions[key], self.since[key] = version, torch._C._autograd._get_sequence_nr()
         return Leaf(leaf, as_read)
@@ -368,10 +367,9 @@ class recompute:
         policy: ``"pointwise"``: rebuild whatever needs no matrix product. ``"mlp"``: also products that only pointwise
             operations read (a Transformer's first MLP layer; gate and up), for about a tenth more work. ``"linear"``: those of
             every linear layer (queries, keys and values too), for about a fifth. At both, no product is rebuilt from another
-            one, nor for a residual sum, nor one that ran before the region began; and
-            inside ``torch.utils.checkpoint``, which runs them again itself, they are as
-            ``"pointwise"``. Or a function ``(node, flops, bytes) -> torch.utils.checkpoint.CheckpointPolicy`` asked for each
-            tensor that can be rebuilt, matrix products and convolutions included.
+            one, nor for a residual sum, nor one that ran before the region began; and inside ``torch.utils.checkpoint``, which
+            runs them again itself, they are as ``"pointwise"``. Or a function ``(node, flops, bytes) -> CheckpointPolicy`` (of
+            ``torch.utils.checkpoint``) asked for each tensor that can be rebuilt, matrix products and convolutions included.
         verify: compare the bits of every rebuilt tensor in forward already, instead of at the first use of each kind.
 
     Raises:
