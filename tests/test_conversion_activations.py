@@ -21,6 +21,7 @@ from _conversion import (
 from torch import nn
 
 import pyckpt
+from pyckpt import _targets
 
 
 @pytest.mark.parametrize(
@@ -305,17 +306,19 @@ def test_a_changed_option_or_forward_is_proven_anew(monkeypatch):
     assert type(pyckpt.convert(module)) is ElsewhereGelu
 
 
-def test_a_refusal_for_reasons_around_us_is_not_remembered():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    class FirstSeenUnderFakeTensors(nn.Module):
+def test_a_failure_for_a_passing_reason_is_not_remembered(monkeypatch):
+    class GeluFirstSeenShortOfMemory(nn.Module):
         forward = ElsewhereGelu.forward
 
-    module = FirstSeenUnderFakeTensors()
-    with FakeTensorMode():
-        pyckpt.convert(module)
-    assert type(module) is FirstSeenUnderFakeTensors
-    assert type(pyckpt.convert(module)) is pyckpt.nn.GELU
+    def fail(subject):
+        raise MemoryError
+
+    holder = nn.ModuleDict({"gelu": GeluFirstSeenShortOfMemory()})
+    with monkeypatch.context() as short:
+        short.setattr(_targets, "prove_activation", fail)
+        pyckpt.convert(holder)
+        assert "could not be probed (MemoryError)" in pyckpt.report(holder).left["gelu"]
+    assert type(pyckpt.convert(holder)["gelu"]) is pyckpt.nn.GELU
 
 
 def test_constants_rounded_to_float32_are_accepted_where_float32_cannot_tell():

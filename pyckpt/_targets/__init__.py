@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 import math
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
 from torch.nn.modules import activation as torch_activations
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -188,21 +189,18 @@ def _prove(module: nn.Module) -> Proof | str:
             raise Unprovable(f"{describe(cls)} has more parameters than the weight and bias of a norm")
     except Unprovable as reason:
         return str(reason)
-    if torch._C._len_torch_dispatch_stack():
-        return f"{describe(cls)} could not be probed: tensors are not real under a dispatch mode"
     known = _verdicts.setdefault(cls, {})
     if subject.key not in known:
-        # Compiled by torch.compile, if that is under way around us, a probe would not do what the class's code says.
-        compiler = eval_frame.set_eval_frame(None)
-        try:
-            verdict: Proof | str = _prove_subject(subject)
-        except Unprovable as reason:
-            verdict = str(reason)
-        except Exception as error:  # not cached: the cause may lie around us
-            return f"{describe(cls)} could not be probed ({type(error).__name__})"
-        finally:
-            eval_frame.set_eval_frame(compiler)
-        known[subject.key] = verdict
+        # In a thread of its own, since a verdict lasts: what surrounds us (autocast, inference mode, function and
+        # dispatch modes, torch.func, hooks on saved tensors, torch.compile at work) is all kept by thread.
+        with ThreadPoolExecutor(1) as thread, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of dtypes and sizes that no model has
+            try:
+                known[subject.key] = thread.submit(_prove_subject, subject).result()
+            except Unprovable as reason:
+                known[subject.key] = str(reason)
+            except Exception as error:  # not cached: the cause may be a passing one
+                return f"{describe(cls)} could not be probed ({type(error).__name__})"
     return known[subject.key]
 
 

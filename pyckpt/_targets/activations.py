@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .. import functional as ours
 from .. import nn as fused
 from .base import Proof, Target, Unprovable, describe
-from .recording import ELEMENTWISE, Unrounded, plain
+from .recording import ELEMENTWISE, Unrounded
 from .subject import Subject
 
 EXACT = 4e-12  # the same formula in float64; FastGELU's constant, rounded to ten digits, costs 1e-12
@@ -78,7 +78,7 @@ def _same_for_all_dtypes(subject: Subject, module: nn.Module) -> None:
 
 def _probe() -> tuple[Tensor, Tensor]:
     """float64 points: the middle, the tails, both sides of zero down to 1e-12; then huge ones."""
-    where: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # whatever default device is set
+    where: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     middle, tiny = torch.linspace(-12.0, 12.0, 1537, **where), torch.logspace(-12.0, -1.0, 67, **where)
     tails = torch.tensor([20.0, 40.0, 100.0, 1e200, math.inf, math.nan], **where)
     return torch.cat([middle, tiny, -tiny, tails[:3], -tails[:3]]), torch.cat([tails[3:], -tails[3:]])
@@ -89,7 +89,7 @@ def _deviation(module: nn.Module, function: Callable[[Tensor], Tensor], target: 
     name = describe(type(module))
     points, odd = _probe()
     runs = []
-    with plain(), Unrounded():
+    with Unrounded():
         for call in (module.forward, function):
             leaf = points.clone().requires_grad_()
             x = leaf * 1.0  # not a leaf, so that a write in place would go through and be seen

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import nn as fused
 from .base import Proof, Target, Unprovable, describe
-from .recording import NORMALISING, Record, Unrounded, plain
+from .recording import NORMALISING, Record, Unrounded
 from .subject import Subject
 
 EXACT = 1e-10
@@ -125,7 +125,7 @@ def _follows(subject: Subject, recipe: fused.NormRecipe, x: Tensor) -> bool:
         changes.append({recipe.eps: 2.0 * (subject.options[recipe.eps] or 0.0) + 0.1})
     for change in changes:
         module = subject.make(**change)
-        with plain(), Unrounded(), torch.no_grad():
+        with Unrounded(), torch.no_grad():
             want, _ = _reference(recipe, module, x)
             scale = _peak(want, recipe)
             if not bool(((module.forward(x) - want).abs() <= EXACT * scale).all()):
@@ -213,7 +213,7 @@ def _aligned(module: nn.Module, name: str, recipe: fused.NormRecipe, x: Tensor) 
 def _same_gradients(module: nn.Module, recipe: fused.NormRecipe, x: Tensor) -> bool:
     parameters = list(module.parameters())
     runs: list[Any] = []
-    with plain(), Unrounded():
+    with Unrounded():
         for function in (module.forward, lambda t: _reference(recipe, module, t)[0]):
             leaf = x.clone().requires_grad_()
             y = function(leaf * 1.0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -191,16 +189,3 @@ def _objection(func: Any) -> str:
     ):
         return "so that it may depend on more than values"
     return "which is not known to be part of an activation or norm"
-
-
-@contextlib.contextmanager
-def plain() -> Iterator[None]:
-    """Gradients recorded, no autocast, no warnings, whatever surrounds us."""
-    with (
-        warnings.catch_warnings(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-    ):
-        warnings.simplefilter("ignore")  # of dtypes and sizes that no model has
-        yield

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import Unprovable, describe
-from .recording import Record, plain
+from .recording import Record
 from .source import Reader, check_class, freeze, members
 
 _MODULE_STATE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
@@ -82,7 +82,7 @@ class Subject:
             if event == "call":
                 ran.add(frame.f_code)
 
-        with plain(), record:
+        with record:
             profile = sys.getprofile()
             sys.setprofile(watch)
             try:
