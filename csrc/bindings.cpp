@@ -134,9 +134,10 @@ void describe_cuda(py::dict& info) {
 }
 
 // geometry: heads, rows, columns, first head, row and key, heads per batch entry, queries, keys, low, high, ALiBi's origin, the
-// mask's four strides, the slopes' two. addresses: of mask, slopes and seed. numbers: scale, softcap, dropout_p.
-AttentionBlock attention_block(int dtype, int mask_dtype, int mask_kind, const std::array<int64_t, 18>& geometry,
-                               const std::array<Address, 3>& addresses, const std::array<double, 3>& numbers) {
+// mask's four strides, those of its gradient, the slopes' two. addresses: of mask, its gradient, slopes and seed. numbers: scale,
+// softcap, dropout_p.
+AttentionBlock attention_block(int dtype, int mask_dtype, int mask_kind, const std::array<int64_t, 22>& geometry,
+                               const std::array<Address, 4>& addresses, const std::array<double, 3>& numbers) {
   const auto& g = geometry;
   return {dtype,
           mask_dtype,
@@ -158,23 +159,25 @@ AttentionBlock attention_block(int dtype, int mask_dtype, int mask_kind, const s
           g.data() + 12,
           pointer(addresses[1]),
           g.data() + 16,
+          pointer(addresses[2]),
+          g.data() + 20,
           g[11],
           numbers[2],
-          pointer<int64_t>(addresses[2])};
+          pointer<int64_t>(addresses[3])};
 }
 
-void attention_forward(int dtype, int mask_dtype, int mask_kind, const std::array<int64_t, 18>& geometry,
-                       const std::array<Address, 3>& addresses, const std::array<double, 3>& numbers, Address scores,
+void attention_forward(int dtype, int mask_dtype, int mask_kind, const std::array<int64_t, 22>& geometry,
+                       const std::array<Address, 4>& addresses, const std::array<double, 3>& numbers, Address scores,
                        Address logsumexp, int threads) {
   active->kernels->attention_forward(attention_block(dtype, mask_dtype, mask_kind, geometry, addresses, numbers), pointer(scores),
                                      pointer(logsumexp), threads);
 }
 
-void attention_backward(int dtype, int mask_dtype, int mask_kind, const std::array<int64_t, 18>& geometry,
-                        const std::array<Address, 3>& addresses, const std::array<double, 3>& numbers, Address scores,
-                        Address gradients, Address dbias, int threads) {
+void attention_backward(int dtype, int mask_dtype, int mask_kind, const std::array<int64_t, 22>& geometry,
+                        const std::array<Address, 4>& addresses, const std::array<double, 3>& numbers, Address scores,
+                        Address gradients, int threads) {
   active->kernels->attention_backward(attention_block(dtype, mask_dtype, mask_kind, geometry, addresses, numbers),
-                                      pointer(scores), pointer(gradients), pointer(dbias), threads);
+                                      pointer(scores), pointer(gradients), threads);
 }
 
 // body() once on each of `threads` threads of torch's OpenMP pool, whose own parallel regions inside are serial; the first error

@@ -144,16 +144,88 @@ static void forward_block(const AttentionBlock& a, void* scores, F* logsumexp, i
   });
 }
 
+// The rows of a block in families: those that add to one row of the mask's gradient, along whose batch, head or query the mask is
+// broadcast. A thread takes whole families, and all take their members in the same order.
+class Families {
+ public:
+  explicit Families(const AttentionBlock& a) {
+    const int64_t entries = larger(1, a.heads / a.heads_per_batch);  // a block has whole ones, or a part of one
+    const int64_t sizes[] = {entries, a.heads / entries, a.rows};
+    const int64_t steps[] = {a.heads / entries * a.rows, a.rows, 1};
+    int count = 0;
+    for (int shared = 1; shared >= 0; --shared)  // a member's digits are the lower ones
+      for (int d = 2; d >= 0; --d)
+        if (bool(shared) == (a.dmask && a.dmask_strides[d] == 0)) {
+          digits_[count++] = {sizes[d], steps[d]};
+          (shared ? members : families) *= sizes[d];
+        }
+  }
+  // The row that is number `index` in this order.
+  int64_t operator[](int64_t index) const {
+    int64_t row = 0;
+    for (const Digit& digit : digits_) {
+      row += index % digit.size * digit.step;
+      index /= digit.size;
+    }
+    return row;
+  }
+  int64_t families = 1, members = 1;
+
+ private:
+  struct Digit {
+    int64_t size, step;
+  } digits_[3];
+};
+
+// The gradient of the mask, of one family after the other: several members are summed in double first.
+template <class F>
+class MaskGradient {
+ public:
+  MaskGradient(const AttentionBlock& a, int64_t members)
+      : a_(a), members_(members), along_keys_(a.dmask && a.dmask_strides[3] == 1), sums_(members > 1 ? a.columns : 0) {}
+
+  // Of a row the gradients of the columns that it sees.
+  void add(int64_t member, const BlockRow& r, const F* gradient) {
+    const int64_t *by = a_.dmask_strides, n = along_keys_ ? r.end - r.begin : 1;
+    F* whole = static_cast<F*>(a_.dmask) + r.batch * by[0] + r.head_in_batch * by[1] + r.query * by[2] + a_.first_key * by[3];
+    double of_row = 0;
+    if (!along_keys_)
+      for (int64_t i = r.begin; i < r.end; ++i) of_row += double(gradient[i - r.begin]);
+    const F sum = F(of_row), *terms = along_keys_ ? gradient : &sum;
+    const int64_t begin = along_keys_ ? r.begin : 0, all = along_keys_ ? a_.columns : 1;
+    if (members_ == 1) {
+      for (int64_t i = 0; i < n; ++i) whole[begin + i] += terms[i];
+      return;
+    }
+    double* sums = sums_.at(0);
+    if (member == 0)
+      for (int64_t i = 0; i < all; ++i) sums[i] = 0;
+    for (int64_t i = 0; i < n; ++i) sums[begin + i] += double(terms[i]);
+    if (member == members_ - 1)
+      for (int64_t i = 0; i < all; ++i) whole[i] += F(sums[i]);
+  }
+
+ private:
+  const AttentionBlock& a_;
+  const int64_t members_;
+  const bool along_keys_;
+  const Scratch<double> sums_;
+};
+
 // P from the scores as in forward, bit for bit; dS = P (dP - sum(P dP)), times the softcap's slope and the scale.
 template <bool kMasked, class F>
-static void backward_block(const AttentionBlock& a, void* scores, void* gradients, F* dbias, int threads) {
+static void backward_block(const AttentionBlock& a, void* scores, void* gradients, int threads) {
   const int64_t n = a.columns;
-  parallel_rows(a.heads * a.rows, 2 * n, threads, [&](int64_t first, int64_t last) {
+  const Families rows(a);
+  parallel_rows(rows.families, rows.members * 2 * n, threads, [&](int64_t first, int64_t last) {
     RowOfScores<F> row_of(a, n);
-    const Scratch<F> scratch(4 * n);
+    MaskGradient<F> dmask(a, rows.members);
+    const Scratch<F> scratch((a.dmask ? 5 : 4) * n);
     const DropoutRule rule = a.seed ? dropout_rule(a.dropout_p, uint64_t(*a.seed)) : DropoutRule{};
     const F scale = F(a.scale);
-    for (int64_t row = first; row < last; ++row) {
+    first *= rows.members, last *= rows.members;
+    for (int64_t index = first; index < last; ++index) {
+      const int64_t row = rows[index], next = rows[smaller(index + 1, last - 1)];
       const BlockRow r = block_row(a, row);
       const int64_t seen = r.end - r.begin;
       const bool kept = row_of.form(r, scores, row);
@@ -162,8 +234,7 @@ static void backward_block(const AttentionBlock& a, void* scores, void* gradient
       F* p_out = target(a.dtype, scores, row * n, scratch.at(n));
       F* ds_out = target(a.dtype, gradients, row * n, scratch.at(2 * n));
       const F top = kept ? maximum_over<F>(seen, [=](int64_t i) { return s[i]; }) : F(0);
-      const Ahead ahead[] = {{a.dtype, scores, smaller(row + 1, last - 1) * n},
-                             {a.dtype, gradients, smaller(row + 1, last - 1) * n}};
+      const Ahead ahead[] = {{a.dtype, scores, next * n}, {a.dtype, gradients, next * n}};
       const F sum = sum_over<F>(seen, [=](int64_t i) { return s[i] = exp_nonpositive(s[i] - top); }, ahead);
       const Quotient<F> quotient(sum);
       F *p = p_out + r.begin, *ds = ds_out + r.begin;
@@ -187,11 +258,11 @@ static void backward_block(const AttentionBlock& a, void* scores, void* gradient
       }
       const F dot =
           dot_over<F>(seen, [=](int64_t i) { return s[i]; }, [=](int64_t i) { return kMasked && s[i] == F(0) ? F(0) : g[i]; });
-      if (dbias) {
-        F* db = dbias + row * n;
+      if (a.dmask) {
+        F* of_mask = scratch.at(4 * n);  // ds may be where g is
 #pragma omp simd
-        for (int64_t i = 0; i < seen; ++i) db[r.begin + i] = weighted(kMasked, s[i], g[i] - dot);
-        clear_outside(db, r, n);
+        for (int64_t i = 0; i < seen; ++i) of_mask[i] = weighted(kMasked, s[i], g[i] - dot);
+        dmask.add(index % rows.members, r, of_mask);
       }
       if (a.softcap != 0) {
         const F* t = row_of.capped();
@@ -219,11 +290,11 @@ void attention_forward(const AttentionBlock& block, void* scores, void* logsumex
   });
 }
 
-void attention_backward(const AttentionBlock& block, void* scores, void* gradients, void* dbias, int threads) {
+void attention_backward(const AttentionBlock& block, void* scores, void* gradients, int threads) {
   with_arithmetic(block.dtype, [&](auto type) {
     using F = typename decltype(type)::type;
     const auto run = block.mask_kind == kNoMask ? backward_block<false, F> : backward_block<true, F>;
-    run(block, scores, gradients, static_cast<F*>(dbias), threads);
+    run(block, scores, gradients, threads);
   });
 }
 

@@ -17,6 +17,8 @@ struct AttentionBlock {
   int mask_kind;
   const void* mask;
   const int64_t* mask_strides;   // batch, head, query, key
+  void* dmask;                   // the gradient of the mask is added to this, in the arithmetic's type; null: not wanted
+  const int64_t* dmask_strides;  // as the mask's; 0 or, along keys, 1
   const void* slopes;            // in the arithmetic's type; null: none
   const int64_t* slope_strides;  // batch, head
   int64_t origin;                // ALiBi's distance is that of key and query + origin
@@ -35,7 +37,7 @@ struct Kernels {
   void (*softmax_forward)(const SoftmaxArguments& arguments, void* y, void* statistics, bool recompute, int threads);
   void (*softmax_backward)(const SoftmaxArguments& arguments, const SoftmaxGradients& gradients, int threads);
   void (*attention_forward)(const AttentionBlock& block, void* scores, void* logsumexp, int threads);
-  void (*attention_backward)(const AttentionBlock& block, void* scores, void* gradients, void* dbias, int threads);
+  void (*attention_backward)(const AttentionBlock& block, void* scores, void* gradients, int threads);
 };
 
 #if defined(PYCKPT_X86)

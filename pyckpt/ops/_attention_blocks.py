@@ -116,10 +116,11 @@ class Attention:
         self.strides: tuple[int, ...] = (0, 0, 0, 0)
         if self.mask is not None:
             self.strides = self.mask.expand(self.batch, self.heads, self.queries, self.keys).stride()
+        self.dmask_strides: tuple[int, ...] = (0, 0, 0, 0)
         self.slope_strides: tuple[int, ...] = (0, 0)
         if given.slopes is not None:
             self.slope_strides = given.slopes.expand(self.batch, self.heads).stride()
-        self.addresses = [address(self.mask), address(given.slopes), address(given.seed)]
+        self.addresses = [address(self.mask), 0, address(given.slopes), address(given.seed)]
         self.numbers = [options.scale, options.softcap, options.dropout_p]
         self.threads = torch.get_num_threads()
         # Whether some rows may see nothing, or some keys be seen by nobody.
@@ -127,6 +128,11 @@ class Attention:
         self.complete = dense and self.mask is None and min(self.queries, self.keys) > 0
         self.like = q
         self.pool: dict[str, Tensor] = {}
+
+    def sum_mask_gradient(self, total: Tensor) -> None:
+        """Blocks' backward passes are to add to `total`, of the mask's shape, zeros, in the scores' wide dtype."""
+        shape = (self.batch, self.heads, self.queries, self.keys)
+        self.addresses[1], self.dmask_strides = address(total), total.expand(shape).stride()
 
     def worker(self) -> Attention:
         """The same call for one thread of several."""
@@ -237,7 +243,8 @@ class Attention:
     def score_arguments(self, b: Block, offset: int) -> tuple[Any, ...]:
         geometry = [
             b.h1 - b.h0, b.r1 - b.r0, b.c1 - b.c0, b.h0, b.r0, b.c0, self.heads, self.queries, self.keys,
-            offset - self.left, offset + self.right, offset, *self.strides, *self.slope_strides,
+            offset - self.left, offset + self.right, offset, *self.strides, *self.dmask_strides,
+            *self.slope_strides,
         ]  # fmt: skip
         mask_code = 0 if self.mask_kind != 2 or self.mask is None else code(self.mask)
         return DTYPES[self.dtype][0], mask_code, self.mask_kind, geometry, self.addresses, self.numbers

@@ -21,7 +21,7 @@ from ..backends import native
 from ._attention_blocks import Attention, Block, Chunk
 from ._attention_checks import check_arguments, check_backward
 from ._attention_definition import output_like, split, wide_dtype
-from ._native import address, resolved, strided
+from ._native import resolved, strided
 
 
 def cpu_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -109,26 +109,6 @@ class _Sum:
             target[entry, head].copy_(self.total[unit].t())
 
 
-class _BiasGradient:
-    """Sums in the wide dtype of the scores' gradients over the dimensions along which the mask is broadcast."""
-
-    def __init__(self, a: Attention, mask: Tensor) -> None:
-        self.heads = a.heads
-        self.total = mask.new_zeros(mask.shape, dtype=wide_dtype(a.like))
-
-    def buffer(self, a: Attention, b: Block) -> Tensor:
-        return a.buffer("bias", (b.h1 - b.h0, b.r1 - b.r0, b.c1 - b.c0), self.total.dtype)
-
-    def add(self, b: Block, gradient: Tensor) -> None:
-        heads = self.heads
-        (b0, first), (b1, last) = divmod(b.h0, heads), divmod(b.h1 - 1, heads)
-        gradient = gradient.view(b1 - b0 + 1, last - first + 1, b.r1 - b.r0, b.c1 - b.c0)
-        ranges = ((b0, b1 + 1), (first, last + 1), (b.r0, b.r1), (b.c0, b.c1))
-        whole = (slice(None) if n == 1 else slice(*r) for n, r in zip(self.total.shape, ranges, strict=True))
-        target = self.total[tuple(whole)]
-        target.add_(gradient.sum_to_size(target.shape))
-
-
 def cpu_bwd(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -142,16 +122,19 @@ def cpu_bwd(
     a = Attention(q, k, v, given, options)
     new = torch.empty_like if a.complete and out.numel() else torch.zeros_like
     gradients = [new(x) if w else q.new_empty(0) for x, w in zip(like, wanted, strict=False)]
-    bias = _BiasGradient(a, given.mask) if given.mask is not None and wanted[3] else None
+    total = None  # of the gradient of the mask
+    if given.mask is not None and wanted[3]:
+        total = given.mask.new_zeros(given.mask.shape, dtype=wide_dtype(q))
+        a.sum_mask_gradient(total)
     if out.numel() and a.keys:
         k, v = a.clean(k, v)
         if not a.complete and not all(bool(x.sum().isfinite()) for x in (q, grad)):
             # 0 times NaN: neither the query of a row that keeps nothing nor its gradient may reach a product.
             empty = (logsumexp == -float("inf")).unsqueeze(-1)
             q, grad = q.masked_fill(empty, 0.0), grad.masked_fill(empty, 0.0)
-        body = functools.partial(_backward_chunk, (grad, q, k, v), gradients, wanted, bias)
-        a.run(a.jobs(None if bias is None else given.mask), body)
-    dmask = q.new_empty(0) if bias is None or given.mask is None else bias.total.to(given.mask.dtype)
+        body = functools.partial(_backward_chunk, (grad, q, k, v), gradients, wanted)
+        a.run(a.jobs(total), body)
+    dmask = q.new_empty(0) if total is None or given.mask is None else total.to(given.mask.dtype)
     return gradients[0], gradients[1], gradients[2], dmask
 
 
@@ -159,7 +142,6 @@ def _backward_chunk(
     tensors: tuple[Tensor, ...],
     gradients: list[Tensor],
     wanted: list[bool],
-    bias: _BiasGradient | None,
     a: Attention,
     chunk: Chunk,
 ) -> None:
@@ -177,12 +159,9 @@ def _backward_chunk(
         scores, dscores = a.buffer("scores", shape), a.buffer("gradients", shape)
         torch.bmm(query, key.transpose(1, 2), out=scores)
         torch.bmm(upstream, value.transpose(1, 2), out=dscores)
-        dbias = None if bias is None else bias.buffer(a, b)
         native.attention_backward(
-            *a.score_arguments(b, s.offset), scores.data_ptr(), dscores.data_ptr(), address(dbias), a.threads
-        )  # fmt: skip
-        if bias is not None and dbias is not None:
-            bias.add(b, dbias)
+            *a.score_arguments(b, s.offset), scores.data_ptr(), dscores.data_ptr(), a.threads
+        )
         for total, left, right in ((dk, dscores, query), (dv, scores, upstream)):
             if total is not None:
                 total.add(left, right, b, columns, len(blocks) == 1)
