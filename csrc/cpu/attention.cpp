@@ -1,9 +1,10 @@
 // What attention does between its matrix products, in one pass over a block of scores, in place.
 //
 // Forward reads the scores q k^T and writes probabilities (2 elements moved per element, one exponential); backward reads the
-// scores and dP = dO v^T and writes probabilities and dS (4 elements moved, one exponential). A row is staged in float, in the
-// first-level cache: widening, bias, mask, exponential, sum and rounding go over it there. Everything that makes a row is in it,
-// so that the sum of dP P is taken here, from what it will be subtracted from, and not from the rounded output.
+// scores and dP = dO v^T and writes probabilities and dS (4 elements moved, one exponential). Of a row, the first-level cache
+// holds what memory holds and one row of float, in which exponentials become probabilities: scores and dP are widened, and
+// results rounded, where they are read and written. Everything that makes a row is in it, so that the sum of dP P is taken here,
+// from what it will be subtracted from, and not from the rounded output.
 #include "launchers.h"
 #include "probability.h"
 
@@ -26,32 +27,82 @@ static inline BlockRow block_row(const AttentionBlock& a, int64_t i) {
   return r;
 }
 
+// Elements of a row as they are read: where they are, or, float16, widened into scratch before.
 template <class F>
+struct Plain {
+  using Value = F;
+  const F* x;
+  Plain(int dtype, const void* base, int64_t offset, int64_t n, F* scratch) : x(widen(dtype, base, offset, n, scratch)) {}
+  F operator()(int64_t i) const { return x[i]; }
+};
+struct Bfloat16s {
+  using Value = float;
+  const uint16_t* x;
+  Bfloat16s(int, const void* base, int64_t offset, int64_t, float*) : x(static_cast<const uint16_t*>(base) + offset) {}
+  float operator()(int64_t i) const { return from_bits(uint32_t(x[i]) << 16); }
+};
+
+// Calls body(start, count, out) over [0, n): what it writes to out goes to `offset` + start.
+template <class F, class Body>
+static inline void write(int dtype, void* base, int64_t offset, int64_t n, const Body& body) {
+  if (in_place<F>(dtype)) return body(int64_t(0), n, static_cast<F*>(base) + offset);
+  constexpr int64_t kTile = 512;
+  F tile[kTile];
+  for (int64_t start = 0; start < n; start += kTile) {
+    const int64_t count = smaller(kTile, n - start);
+    body(start, count, tile);
+    narrow(dtype, tile, base, offset + start, count);
+  }
+}
+template <class F>
+static inline void store(int dtype, const F* values, void* base, int64_t offset, int64_t n) {
+  if (in_place<F>(dtype))
+    __builtin_memcpy(static_cast<F*>(base) + offset, values, size_t(n) * sizeof(F));
+  else
+    narrow(dtype, values, base, offset, n);
+}
+static inline void clear(int dtype, void* base, int64_t offset, int64_t n) {
+  __builtin_memset(static_cast<char*>(base) + offset * item_size(dtype), 0, size_t(n * item_size(dtype)));
+}
+
+template <class Reader>
 class RowOfScores {
+  using F = typename Reader::Value;
+
  public:
   RowOfScores(const AttentionBlock& block, int64_t columns) : a_(block), scratch_(4 * columns), n_(columns) {}
 
-  F* scores() const { return scratch_.at(0); }
+  // Calls body(score, kept): score(i) for the columns that row `r` sees, of which any is kept. body may write to exponentials()
+  // as it goes from i to i.
+  template <class Body>
+  void form(const BlockRow& r, const void* scores, int64_t row, const Body& body) {
+    const int64_t n = r.end - r.begin;
+    const Reader x(a_.dtype, scores, row * a_.columns + r.begin, n, scratch_.at(2 * n_));
+    const F scale = F(a_.scale);
+    if (a_.softcap == 0 && !a_.slopes && a_.mask_kind == kNoMask) return body([=](int64_t i) { return x(i) * scale; }, n > 0);
+    const bool kept = composed(r, x, n);
+    const F* s = scratch_.at(0);
+    body([=](int64_t i) { return s[i]; }, kept);
+  }
+  F* exponentials() const { return scratch_.at(0); }
   const F* capped() const { return scratch_.at(n_); }  // tanh(score / softcap), where there is one
 
-  // The scores of the columns that row `r` sees, -inf where masked: what lies behind a mask, even NaN, is not looked at.
-  // Returns whether anything is kept.
-  bool form(const BlockRow& r, const void* scores, int64_t row) {
-    const int64_t n = r.end - r.begin;
+ private:
+  // The scores, -inf where masked: what lies behind a mask, even NaN, is not looked at. Returns whether anything is kept.
+  bool composed(const BlockRow& r, const Reader& x, int64_t n) {
     F* s = scratch_.at(0);
     F* t = scratch_.at(n_);
-    const F* x = widen(a_.dtype, scores, row * a_.columns + r.begin, n, scratch_.at(2 * n_));
     const F scale = F(a_.scale);
     if (a_.softcap != 0) {
       const F cap = F(a_.softcap);
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) {
-        t[i] = hyperbolic_tangent(x[i] * scale / cap);
+        t[i] = hyperbolic_tangent(x(i) * scale / cap);
         s[i] = t[i] * cap;
       }
     } else {
 #pragma omp simd
-      for (int64_t i = 0; i < n; ++i) s[i] = x[i] * scale;
+      for (int64_t i = 0; i < n; ++i) s[i] = x(i) * scale;
     }
     if (a_.slopes) {
       const F slope = static_cast<const F*>(a_.slopes)[r.batch * a_.slope_strides[0] + r.head_in_batch * a_.slope_strides[1]];
@@ -61,8 +112,6 @@ class RowOfScores {
     }
     return a_.mask_kind == kNoMask ? n > 0 : masked(r, n, s);
   }
-
- private:
   bool masked(const BlockRow& r, int64_t n, F* s) {
     const int64_t *by = a_.mask_strides, step = by[3];
     const int64_t offset = r.batch * by[0] + r.head_in_batch * by[1] + r.query * by[2] + (a_.first_key + r.begin) * step;
@@ -103,43 +152,45 @@ class RowOfScores {
   const int64_t n_;
 };
 
-template <class F>
-static void clear_outside(F* row, const BlockRow& r, int64_t columns) {
-  for (int64_t i = 0; i < r.begin; ++i) row[i] = F(0);
-  for (int64_t i = r.end; i < columns; ++i) row[i] = F(0);
+// What no query of the row sees.
+static inline void clear_outside(int dtype, void* base, int64_t row, const BlockRow& r, int64_t columns) {
+  clear(dtype, base, row * columns, r.begin);
+  clear(dtype, base, row * columns + r.end, columns - r.end);
 }
 
-template <class F>
-static void forward_block(const AttentionBlock& a, void* scores, F* logsumexp, int threads) {
+template <class Reader>
+static void forward_block(const AttentionBlock& a, void* scores, typename Reader::Value* logsumexp, int threads) {
+  using F = typename Reader::Value;
   const int64_t n = a.columns;
   parallel_rows(a.heads * a.rows, n, threads, [&](int64_t first, int64_t last) {
-    RowOfScores<F> row_of(a, n);
-    const Scratch<F> scratch(n);
+    RowOfScores<Reader> row_of(a, n);
     const DropoutRule rule = a.seed ? dropout_rule(a.dropout_p, uint64_t(*a.seed)) : DropoutRule{};
     for (int64_t row = first; row < last; ++row) {
       const BlockRow r = block_row(a, row);
-      const int64_t seen = r.end - r.begin;
-      const bool kept = row_of.form(r, scores, row);
-      F* s = row_of.scores();
-      F* out = target(a.dtype, scores, row * n, scratch.at(0));
-      clear_outside(out, r, n);
-      const F top = kept ? maximum_over<F>(seen, [=](int64_t i) { return s[i]; }) : F(0);
+      const int64_t seen = r.end - r.begin, place = row * n + r.begin;
       const Ahead ahead[] = {{a.dtype, scores, smaller(row + 1, last - 1) * n}};
-      const F sum = sum_over<F>(seen, [=](int64_t i) { return s[i] = exp_nonpositive(s[i] - top); }, ahead);
-      logsumexp[r.head * a.queries + r.query] = kept ? top + F(__builtin_log(double(sum))) : -infinity<F>();
-      const Quotient<F> quotient(sum);
-      F* p = out + r.begin;
-      if (a.seed) {
-        const int64_t index = (r.head * a.queries + r.query) * a.keys + a.first_key + r.begin;
-        with_factors<F>(rule, index, seen, [&](int64_t start, int64_t count, const F* factors) {
+      row_of.form(r, scores, row, [&](const auto& score, bool kept) {
+        F* e = row_of.exponentials();
+        const F top = kept ? maximum_over<F>(seen, score) : F(0);
+        const F sum = sum_over<F>(seen, [=](int64_t i) { return e[i] = exp_nonpositive(score(i) - top); }, ahead);
+        logsumexp[r.head * a.queries + r.query] = kept ? top + F(__builtin_log(double(sum))) : -infinity<F>();
+        const Quotient<F> quotient(sum);
+        if (a.seed) {
+          const int64_t index = (r.head * a.queries + r.query) * a.keys + a.first_key + r.begin;
+          with_factors<F>(rule, index, seen, [&](int64_t start, int64_t count, const F* factors) {
+            write<F>(a.dtype, scores, place + start, count, [=](int64_t, int64_t, F* p) {
 #pragma omp simd
-          for (int64_t i = 0; i < count; ++i) p[start + i] = quotient(s[start + i]) * factors[i];
-        });
-      } else {
+              for (int64_t i = 0; i < count; ++i) p[i] = quotient(e[start + i]) * factors[i];
+            });
+          });
+        } else {
+          write<F>(a.dtype, scores, place, seen, [=](int64_t start, int64_t count, F* p) {
 #pragma omp simd
-        for (int64_t i = 0; i < seen; ++i) p[i] = quotient(s[i]);
-      }
-      narrow(a.dtype, out, scores, row * n, n);
+            for (int64_t i = 0; i < count; ++i) p[i] = quotient(e[start + i]);
+          });
+        }
+      });
+      clear_outside(a.dtype, scores, row, r, n);
     }
   });
 }
@@ -213,87 +264,103 @@ class MaskGradient {
 };
 
 // P from the scores as in forward, bit for bit; dS = P (dP - sum(P dP)), times the softcap's slope and the scale.
-template <bool kMasked, class F>
+template <bool kMasked, class Reader>
 static void backward_block(const AttentionBlock& a, void* scores, void* gradients, int threads) {
+  using F = typename Reader::Value;
   const int64_t n = a.columns;
   const Families rows(a);
   parallel_rows(rows.families, rows.members * 2 * n, threads, [&](int64_t first, int64_t last) {
-    RowOfScores<F> row_of(a, n);
+    RowOfScores<Reader> row_of(a, n);
     MaskGradient<F> dmask(a, rows.members);
-    const Scratch<F> scratch((a.dmask ? 5 : 4) * n);
+    const Scratch<F> scratch(3 * n);
     const DropoutRule rule = a.seed ? dropout_rule(a.dropout_p, uint64_t(*a.seed)) : DropoutRule{};
     const F scale = F(a.scale);
+    const bool capped = a.softcap != 0;
     first *= rows.members, last *= rows.members;
     for (int64_t index = first; index < last; ++index) {
       const int64_t row = rows[index], next = rows[smaller(index + 1, last - 1)];
       const BlockRow r = block_row(a, row);
-      const int64_t seen = r.end - r.begin;
-      const bool kept = row_of.form(r, scores, row);
-      F* s = row_of.scores();
-      const F* dp = widen(a.dtype, gradients, row * n + r.begin, seen, scratch.at(0));
-      F* p_out = target(a.dtype, scores, row * n, scratch.at(n));
-      F* ds_out = target(a.dtype, gradients, row * n, scratch.at(2 * n));
-      const F top = kept ? maximum_over<F>(seen, [=](int64_t i) { return s[i]; }) : F(0);
+      const int64_t seen = r.end - r.begin, place = row * n + r.begin;
       const Ahead ahead[] = {{a.dtype, scores, next * n}, {a.dtype, gradients, next * n}};
-      const F sum = sum_over<F>(seen, [=](int64_t i) { return s[i] = exp_nonpositive(s[i] - top); }, ahead);
-      const Quotient<F> quotient(sum);
-      F *p = p_out + r.begin, *ds = ds_out + r.begin;
-      const F* g = dp;
-      if (a.seed) {
-        F* dropped = scratch.at(3 * n);
-        const int64_t index = (r.head * a.queries + r.query) * a.keys + a.first_key + r.begin;
-        with_factors<F>(rule, index, seen, [&](int64_t start, int64_t count, const F* factors) {
+      F* p = row_of.exponentials();
+      row_of.form(r, scores, row, [&](const auto& score, bool kept) {
+        const F top = kept ? maximum_over<F>(seen, score) : F(0);
+        const F sum = sum_over<F>(seen, [=](int64_t i) { return p[i] = exp_nonpositive(score(i) - top); }, ahead);
+        const Quotient<F> quotient(sum);
 #pragma omp simd
-          for (int64_t i = 0; i < count; ++i) {
-            const F q = quotient(s[start + i]);
-            s[start + i] = q;
-            dropped[start + i] = dp[start + i] * factors[i];
-            p[start + i] = q * factors[i];
+        for (int64_t i = 0; i < seen; ++i) p[i] = quotient(p[i]);
+      });
+
+      // The gradient dP of what was multiplied by v is g of P.
+      const auto finish = [&](const auto& g) {
+        const F dot =
+            dot_over<F>(seen, [=](int64_t i) { return p[i]; }, [=](int64_t i) { return kMasked && p[i] == F(0) ? F(0) : g(i); });
+        if (a.dmask) {
+          F* of_mask = scratch.at(2 * n);
+#pragma omp simd
+          for (int64_t i = 0; i < seen; ++i) of_mask[i] = weighted(kMasked, p[i], g(i) - dot);
+          dmask.add(index % rows.members, r, of_mask);
+        }
+        const F* t = row_of.capped();
+        write<F>(a.dtype, gradients, place, seen, [=](int64_t start, int64_t count, F* ds) {
+          if (capped) {
+#pragma omp simd
+            for (int64_t i = 0; i < count; ++i) {
+              const F slope = fused(-t[start + i], t[start + i], F(1));
+              ds[i] = weighted(kMasked, p[start + i], (g(start + i) - dot) * slope) * scale;
+            }
+          } else {
+#pragma omp simd
+            for (int64_t i = 0; i < count; ++i) ds[i] = weighted(kMasked, p[start + i], g(start + i) - dot) * scale;
           }
         });
-        g = dropped;
+      };
+      const Reader dp(a.dtype, gradients, place, seen, scratch.at(0));
+      if (a.seed) {
+        F* dropped = scratch.at(n);
+        const int64_t element = (r.head * a.queries + r.query) * a.keys + a.first_key + r.begin;
+        with_factors<F>(rule, element, seen, [&](int64_t start, int64_t count, const F* factors) {
+          write<F>(a.dtype, scores, place + start, count, [=](int64_t, int64_t, F* out) {
+#pragma omp simd
+            for (int64_t i = 0; i < count; ++i) {
+              dropped[start + i] = dp(start + i) * factors[i];
+              out[i] = p[start + i] * factors[i];
+            }
+          });
+        });
+        finish([=](int64_t i) { return dropped[i]; });
       } else {
-#pragma omp simd
-        for (int64_t i = 0; i < seen; ++i) p[i] = s[i] = quotient(s[i]);
+        store(a.dtype, p, scores, place, seen);
+        finish(dp);
       }
-      const F dot =
-          dot_over<F>(seen, [=](int64_t i) { return s[i]; }, [=](int64_t i) { return kMasked && s[i] == F(0) ? F(0) : g[i]; });
-      if (a.dmask) {
-        F* of_mask = scratch.at(4 * n);  // ds may be where g is
-#pragma omp simd
-        for (int64_t i = 0; i < seen; ++i) of_mask[i] = weighted(kMasked, s[i], g[i] - dot);
-        dmask.add(index % rows.members, r, of_mask);
-      }
-      if (a.softcap != 0) {
-        const F* t = row_of.capped();
-#pragma omp simd
-        for (int64_t i = 0; i < seen; ++i) {
-          const F slope = fused(-t[i], t[i], F(1));
-          ds[i] = weighted(kMasked, s[i], (g[i] - dot) * slope) * scale;
-        }
-      } else {
-#pragma omp simd
-        for (int64_t i = 0; i < seen; ++i) ds[i] = weighted(kMasked, s[i], g[i] - dot) * scale;
-      }
-      clear_outside(p_out, r, n);
-      clear_outside(ds_out, r, n);
-      narrow(a.dtype, p_out, scores, row * n, n);
-      narrow(a.dtype, ds_out, gradients, row * n, n);
+      clear_outside(a.dtype, scores, row, r, n);
+      clear_outside(a.dtype, gradients, row, r, n);
     }
   });
 }
 
+// Calls body(Type<Reader>{}).
+template <class Body>
+static inline void with_reader(int dtype, const Body& body) {
+  if (dtype == kFloat64)
+    body(Type<Plain<double>>{});
+  else if (dtype == kBFloat16)
+    body(Type<Bfloat16s>{});
+  else
+    body(Type<Plain<float>>{});
+}
+
 void attention_forward(const AttentionBlock& block, void* scores, void* logsumexp, int threads) {
-  with_arithmetic(block.dtype, [&](auto type) {
-    using F = typename decltype(type)::type;
-    forward_block<F>(block, scores, static_cast<F*>(logsumexp), threads);
+  with_reader(block.dtype, [&](auto type) {
+    using Reader = typename decltype(type)::type;
+    forward_block<Reader>(block, scores, static_cast<typename Reader::Value*>(logsumexp), threads);
   });
 }
 
 void attention_backward(const AttentionBlock& block, void* scores, void* gradients, int threads) {
-  with_arithmetic(block.dtype, [&](auto type) {
-    using F = typename decltype(type)::type;
-    const auto run = block.mask_kind == kNoMask ? backward_block<false, F> : backward_block<true, F>;
+  with_reader(block.dtype, [&](auto type) {
+    using Reader = typename decltype(type)::type;
+    const auto run = block.mask_kind == kNoMask ? backward_block<false, Reader> : backward_block<true, Reader>;
     run(block, scores, gradients, threads);
   });
 }
