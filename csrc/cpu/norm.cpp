@@ -9,6 +9,7 @@
 // depends neither on the number of threads nor on who finished first.
 #include "launchers.h"
 #include "parallel.h"
+#include "rows.h"
 
 namespace pyckpt {
 namespace PYCKPT_ISA {
@@ -26,18 +27,19 @@ static inline RowStatistics<F> read_statistics(const F* statistics, int64_t rows
 // Mean and variance in one pass over deviations from a first guess at the mean; what happens once a row is done in double.
 // The guess is the mean of the first elements. Where it is so far off (beyond 4 standard deviations) that the variance would
 // lose digits, the mean found replaces it in a second pass. RMSNorm's "deviations" are from 0.
-template <bool kCentred, class F, int kRows>
-static inline RowStatistics<F> compute_statistics(const F* x, int64_t n, double eps, const Ahead (&ahead)[kRows]) {
+template <bool kCentred, class Reader, int kRows>
+static inline auto compute_statistics(const Reader x, int64_t n, double eps, const Ahead (&ahead)[kRows]) {
+  using F = typename Reader::Value;
   F guess = F(0);
   if (kCentred) {
     const int64_t few = smaller(n, 16);
-    for (int64_t i = 0; i < few; ++i) guess += x[i];
+    for (int64_t i = 0; i < few; ++i) guess += x(i);
     guess /= F(few);
   }
   double shift = 0, variance = 0;
   for (int pass = 0; pass < 2; ++pass) {
     const auto term = [=](int64_t i) {
-      const F d = kCentred ? x[i] - guess : x[i];
+      const F d = kCentred ? x(i) - guess : x(i);
       return Pair<F>{d, d * d};
     };
     const Pair<double> sums = sum_pairs_over<F>(n, term, ahead);
@@ -49,33 +51,16 @@ static inline RowStatistics<F> compute_statistics(const F* x, int64_t n, double 
   return rounded_statistics<F>(double(guess) + shift, variance, eps);
 }
 
-template <bool kCentred, class F>
-static inline void write_row(int64_t n, const F* x, const RowStatistics<F> row, const F* weight, const F* bias, F* y) {
-  const F mean = row.mean, rstd = row.rstd, shift = shift_of(row);
-  if (weight && bias) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) y[i] = fused(normalised<kCentred>(x[i], mean, rstd, shift), weight[i], bias[i]);
-  } else if (weight) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) y[i] = normalised<kCentred>(x[i], mean, rstd, shift) * weight[i];
-  } else if (bias) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) y[i] = normalised<kCentred>(x[i], mean, rstd, shift) + bias[i];
-  } else {
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) y[i] = normalised<kCentred>(x[i], mean, rstd, shift);
-  }
-}
-
-template <bool kCentred, class F>
-static void forward_rows(const NormArguments& a, void* y, F* statistics, bool recompute, int threads) {
+template <bool kCentred, class Reader>
+static void forward_rows(const NormArguments& a, void* y, typename Reader::Value* statistics, bool recompute, int threads) {
+  using F = typename Reader::Value;
   const int64_t n = a.columns;
   parallel_rows(a.rows, n, threads, [&](int64_t begin, int64_t end) {
-    const Scratch<F> scratch(4 * n);
-    const F* weight = a.weight ? widen(a.parameter_dtype, a.weight, 0, n, scratch.at(2 * n)) : nullptr;
-    const F* bias = a.bias ? widen(a.parameter_dtype, a.bias, 0, n, scratch.at(3 * n)) : nullptr;
+    const Scratch<F> scratch(3 * n);
+    const F* weight = a.weight ? widen(a.parameter_dtype, a.weight, 0, n, scratch.at(n)) : nullptr;
+    const F* bias = a.bias ? widen(a.parameter_dtype, a.bias, 0, n, scratch.at(2 * n)) : nullptr;
     for (int64_t row = begin; row < end; ++row) {
-      const F* x = widen(a.dtype, a.x, row_offset(a.x_view, row), n, scratch.at(0));
+      const Reader x(a.dtype, a.x, row_offset(a.x_view, row), n, scratch.at(0));
       if (!recompute) {
         const Ahead ahead[] = {{a.dtype, a.x, row_offset(a.x_view, smaller(row + 1, end - 1))}, {a.dtype, y, row * n}};
         const RowStatistics<F> computed = compute_statistics<kCentred>(x, n, a.eps, ahead);
@@ -85,9 +70,23 @@ static void forward_rows(const NormArguments& a, void* y, F* statistics, bool re
         }
         statistics[(kCentred ? 2 * a.rows : 0) + row] = computed.rstd;
       }
-      F* out = target(a.dtype, y, row * n, scratch.at(n));
-      write_row<kCentred>(n, x, read_statistics<kCentred>(statistics, a.rows, row), weight, bias, out);
-      narrow(a.dtype, out, y, row * n, n);
+      const RowStatistics<F> saved = read_statistics<kCentred>(statistics, a.rows, row);
+      const F mean = saved.mean, rstd = saved.rstd, shift = shift_of(saved);
+      // y = finish(i, normalised x)
+      const auto write_row = [&](const auto& finish) {
+        write<F>(a.dtype, y, row * n, n, [=](int64_t start, int64_t count, F* out) {
+#pragma omp simd
+          for (int64_t i = 0; i < count; ++i) out[i] = finish(start + i, normalised<kCentred>(x(start + i), mean, rstd, shift));
+        });
+      };
+      if (weight && bias)
+        write_row([=](int64_t i, F h) { return fused(h, weight[i], bias[i]); });
+      else if (weight)
+        write_row([=](int64_t i, F h) { return h * weight[i]; });
+      else if (bias)
+        write_row([=](int64_t i, F h) { return h + bias[i]; });
+      else
+        write_row([](int64_t, F h) { return h; });
     }
   });
 }
@@ -101,8 +100,8 @@ constexpr int kGroup = 4;      // rows side by side
 constexpr int kRun = 16;       // rows whose parameter gradients are summed in F before they are added in double
 constexpr int64_t kStep = 16;  // elements of a row at once; lane j sums elements j, j + kStep, ...
 
-template <int kRows, bool kCentred, bool kWeight, bool kParameters, class F>
-static inline void reduce_rows(int64_t n, const F* const* x, const F* const* grad, const F* weight, const RowStatistics<F>* rows,
+template <int kRows, bool kCentred, bool kWeight, bool kParameters, class Reader, class F>
+static inline void reduce_rows(int64_t n, const Reader* x, const Reader* grad, const F* weight, const RowStatistics<F>* rows,
                                F* dweight, F* dbias, Pair<double>* sums, const Ahead& ahead) {
   F mean[kRows], rstd[kRows], shift[kRows];
   for (int k = 0; k < kRows; ++k) {
@@ -119,7 +118,7 @@ static inline void reduce_rows(int64_t n, const F* const* x, const F* const* gra
       F by_h[kRows], by_one[kRows];
 #pragma GCC unroll 4
       for (int k = 0; k < kRows; ++k) {
-        const F g = grad[k][i], h = normalised<kCentred>(x[k][i], mean[k], rstd[k], shift[k]), v = kWeight ? g * w : g;
+        const F g = grad[k](i), h = normalised<kCentred>(x[k](i), mean[k], rstd[k], shift[k]), v = kWeight ? g * w : g;
         along[k][j] = fused(v, h, along[k][j]);
         if (kCentred) level[k][j] += v;
         by_h[k] = g * h;
@@ -145,20 +144,22 @@ static inline void reduce_rows(int64_t n, const F* const* x, const F* const* gra
   }
 }
 
-template <bool kCentred, bool kWeight, class F>
-static inline void input_gradient(int64_t n, const F* x, const F* grad, const F* weight, const RowStatistics<F> row,
-                                  const Pair<double> sums, double eps, F* dx) {
+template <bool kCentred, bool kWeight, class Reader, class F>
+static inline void input_gradient(int64_t n, const Reader x, const Reader grad, const F* weight, const RowStatistics<F> row,
+                                  const Pair<double> sums, double eps, int dtype, void* dx, int64_t offset) {
   const F mean = row.mean, rstd = row.rstd, shift = shift_of(row);
   if (n == 1) {
-    dx[0] = norm_gradient_of_one<kCentred>(kWeight ? grad[0] * weight[0] : grad[0], rstd, eps);
-    return;
+    const F one = norm_gradient_of_one<kCentred>(kWeight ? grad(0) * weight[0] : grad(0), rstd, eps);
+    return store(dtype, &one, dx, offset, 1);
   }
   const F along = F(sums.first / double(n)), level = kCentred ? F(sums.second / double(n)) : F(0);
+  write<F>(dtype, dx, offset, n, [=](int64_t start, int64_t count, F* out) {
 #pragma omp simd
-  for (int64_t i = 0; i < n; ++i) {
-    const F h = normalised<kCentred>(x[i], mean, rstd, shift);
-    dx[i] = norm_gradient<kWeight>(h, grad[i], kWeight ? weight[i] : F(1), rstd, along, level);
-  }
+    for (int64_t i = 0; i < count; ++i) {
+      const F h = normalised<kCentred>(x(start + i), mean, rstd, shift);
+      out[i] = norm_gradient<kWeight>(h, grad(start + i), kWeight ? weight[start + i] : F(1), rstd, along, level);
+    }
+  });
 }
 
 template <class F>
@@ -193,14 +194,15 @@ static void add_blocks(const double* sums, int64_t blocks, int64_t n, int dtype,
   });
 }
 
-template <bool kCentred, bool kWeight, bool kParameters, class F>
+template <bool kCentred, bool kWeight, bool kParameters, class Reader>
 static void backward_rows(const NormArguments& a, const NormGradients& out, int threads) {
+  using F = typename Reader::Value;
   double* partial = static_cast<double*>(out.partial);
   const F* statistics = static_cast<const F*>(out.statistics);
   const int64_t n = a.columns, block_rows = divide_up(a.rows, out.blocks);
   parallel_rows(out.blocks, n * block_rows, threads, [&](int64_t first, int64_t last) {
-    const Scratch<F> scratch((2 * kGroup + 4) * n);
-    F* run = scratch.at((2 * kGroup + 2) * n);  // dweight, then dbias
+    const Scratch<F> scratch((2 * kGroup + 3) * n);
+    F* run = scratch.at((2 * kGroup + 1) * n);  // dweight, then dbias
     const F* weight = kWeight ? widen(a.parameter_dtype, a.weight, 0, n, scratch.at(2 * kGroup * n)) : nullptr;
     for (int64_t block = first; block < last; ++block) {
       double* sums = kParameters ? partial + block * 2 * n : nullptr;
@@ -211,11 +213,11 @@ static void backward_rows(const NormArguments& a, const NormGradients& out, int 
       const int64_t begin = block * block_rows, end = smaller(a.rows, begin + block_rows);
       for (int64_t row = begin; row < end; row += kGroup) {
         const int count = int(smaller(kGroup, end - row));
-        const F *x[kGroup], *grad[kGroup];
+        Reader x[kGroup], grad[kGroup];
         RowStatistics<F> rows[kGroup];
         for (int k = 0; k < count; ++k) {
-          x[k] = widen(a.dtype, a.x, row_offset(a.x_view, row + k), n, scratch.at(k * n));
-          grad[k] = widen(a.dtype, out.grad, row_offset(out.grad_view, row + k), n, scratch.at((kGroup + k) * n));
+          x[k] = Reader(a.dtype, a.x, row_offset(a.x_view, row + k), n, scratch.at(k * n));
+          grad[k] = Reader(a.dtype, out.grad, row_offset(out.grad_view, row + k), n, scratch.at((kGroup + k) * n));
           rows[k] = read_statistics<kCentred>(statistics, a.rows, row + k);
         }
         Pair<double> row_sums[kGroup];
@@ -227,11 +229,9 @@ static void backward_rows(const NormArguments& a, const NormGradients& out, int 
             reduce_rows<1, kCentred, kWeight, kParameters>(n, x + k, grad + k, weight, rows + k, run, run + n, row_sums + k,
                                                            ahead);
         if (kParameters && ((row - begin) % kRun == kRun - kGroup || row + count == end)) flush(run, sums, 2 * n);
-        for (int k = 0; out.dx && k < count; ++k) {
-          F* dx = target(a.dtype, out.dx, (row + k) * n, scratch.at((2 * kGroup + 1) * n));
-          input_gradient<kCentred, kWeight>(n, x[k], grad[k], weight, rows[k], row_sums[k], a.eps, dx);
-          narrow(a.dtype, dx, out.dx, (row + k) * n, n);
-        }
+        for (int k = 0; out.dx && k < count; ++k)
+          input_gradient<kCentred, kWeight>(n, x[k], grad[k], weight, rows[k], row_sums[k], a.eps, a.dtype, out.dx,
+                                            (row + k) * n);
       }
     }
   });
@@ -241,21 +241,22 @@ static void backward_rows(const NormArguments& a, const NormGradients& out, int 
 }
 
 void norm_forward(const NormArguments& a, void* y, void* statistics, bool recompute, int threads) {
-  with_arithmetic(a.dtype, [&](auto type) {
-    using F = typename decltype(type)::type;
-    const auto run = a.kind == kLayerNorm ? forward_rows<true, F> : forward_rows<false, F>;
-    run(a, y, static_cast<F*>(statistics), recompute, threads);
+  with_reader(a.dtype, [&](auto type) {
+    using Reader = typename decltype(type)::type;
+    const auto run = a.kind == kLayerNorm ? forward_rows<true, Reader> : forward_rows<false, Reader>;
+    run(a, y, static_cast<typename Reader::Value*>(statistics), recompute, threads);
   });
 }
 
 void norm_backward(const NormArguments& a, const NormGradients& out, int threads) {
-  with_arithmetic(a.dtype, [&](auto type) {
-    using F = typename decltype(type)::type;
+  with_reader(a.dtype, [&](auto type) {
+    using Reader = typename decltype(type)::type;
     using Run = void (*)(const NormArguments&, const NormGradients&, int);
-    static constexpr Run table[2][2][2] = {{{backward_rows<false, false, false, F>, backward_rows<false, false, true, F>},
-                                            {backward_rows<false, true, false, F>, backward_rows<false, true, true, F>}},
-                                           {{backward_rows<true, false, false, F>, backward_rows<true, false, true, F>},
-                                            {backward_rows<true, true, false, F>, backward_rows<true, true, true, F>}}};
+    static constexpr Run table[2][2][2] = {
+        {{backward_rows<false, false, false, Reader>, backward_rows<false, false, true, Reader>},
+         {backward_rows<false, true, false, Reader>, backward_rows<false, true, true, Reader>}},
+        {{backward_rows<true, false, false, Reader>, backward_rows<true, false, true, Reader>},
+         {backward_rows<true, true, false, Reader>, backward_rows<true, true, true, Reader>}}};
     table[a.kind == kLayerNorm][a.weight != nullptr][out.partial != nullptr](a, out, threads);
   });
 }
