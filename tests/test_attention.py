@@ -48,7 +48,7 @@ def test_accuracy_of_wide_heads(name, width, dtype, backend, one_thread):
 @pytest.mark.parametrize("name", ["no mask", "causal, bottom right", "all together"])
 def test_accuracy_of_many_blocks(name, dtype, native, monkeypatch, one_thread):
     monkeypatch.setattr(_attention_blocks, "SCORE_BYTES", 2**15)
-    monkeypatch.setattr(_attention_blocks, "SHORT", 32)
+    monkeypatch.setattr(_attention_blocks, "LIMITED_ROWS", 32)
     attention.check(name, (1, 4, 2, 130, 96, 16, 16), dtype, draws=2)
 
 

@@ -35,24 +35,24 @@ class RowOfScores {
  public:
   RowOfScores(const AttentionBlock& block, int64_t columns) : a_(block), scratch_(4 * columns), n_(columns) {}
 
-  // Calls body(score, kept): score(i) for the columns that row `r` sees, of which any is kept. body may write to exponentials()
-  // as it goes from i to i.
+  // Calls body(score, kept): score(i) for the columns that row `r` sees, -inf where masked, of which any is kept; what lies
+  // behind a mask, even NaN, is not looked at. body may write to exponentials() as it goes from i to i.
   template <class Body>
   void form(const BlockRow& r, const void* scores, int64_t row, const Body& body) {
     const int64_t n = r.end - r.begin;
     const Reader x(a_.dtype, scores, row * a_.columns + r.begin, n, scratch_.at(2 * n_));
     const F scale = F(a_.scale);
-    if (a_.softcap == 0 && !a_.slopes && a_.mask_kind == kNoMask) return body([=](int64_t i) { return x(i) * scale; }, n > 0);
-    const bool kept = composed(r, x, n);
+    if (a_.softcap == 0 && !a_.slopes) return masked(r, n, [=](int64_t i) { return x(i) * scale; }, body);
+    composed(r, x, n);
     const F* s = scratch_.at(0);
-    body([=](int64_t i) { return s[i]; }, kept);
+    masked(r, n, [=](int64_t i) { return s[i]; }, body);
   }
   F* exponentials() const { return scratch_.at(0); }
   const F* capped() const { return scratch_.at(n_); }  // tanh(score / softcap), where there is one
 
  private:
-  // The scores, -inf where masked: what lies behind a mask, even NaN, is not looked at. Returns whether anything is kept.
-  bool composed(const BlockRow& r, const Reader& x, int64_t n) {
+  // Of softcap and slopes.
+  void composed(const BlockRow& r, const Reader& x, int64_t n) {
     F* s = scratch_.at(0);
     F* t = scratch_.at(n_);
     const F scale = F(a_.scale);
@@ -73,39 +73,52 @@ class RowOfScores {
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) s[i] -= slope * absolute(start + F(i));
     }
-    return a_.mask_kind == kNoMask ? n > 0 : masked(r, n, s);
   }
-  bool masked(const BlockRow& r, int64_t n, F* s) {
+
+  template <class Score, class Body>
+  void masked(const BlockRow& r, int64_t n, const Score& score, const Body& body) {
+    if (a_.mask_kind == kNoMask) return body(score, n > 0);
     const int64_t *by = a_.mask_strides, step = by[3];
     const int64_t offset = r.batch * by[0] + r.head_in_batch * by[1] + r.query * by[2] + (a_.first_key + r.begin) * step;
-    const F lowest = -infinity<F>();
-    int kept = 0;
+    F *s = scratch_.at(0), *staged = scratch_.at(3 * n_);
+    bool kept;
     if (a_.mask_kind == kBooleanMask) {
       const uint8_t* keep = static_cast<const uint8_t*>(a_.mask) + offset;
-      if (step == 1) {
-#pragma omp simd reduction(| : kept)
-        for (int64_t i = 0; i < n; ++i) {
-          kept |= keep[i];
-          s[i] = keep[i] ? s[i] : lowest;
-        }
-      } else {
-        for (int64_t i = 0; i < n; ++i) {
-          kept |= keep[i * step];
-          s[i] = keep[i * step] ? s[i] : lowest;
-        }
-      }
-      return kept != 0;
-    }
-    F* staged = scratch_.at(3 * n_);
-    const F* add = staged;
-    if (step == 1)
-      add = widen(a_.mask_dtype, a_.mask, offset, n, staged);
-    else
+      kept = step == 1 ? choose(n, score, keep, 1, s) : choose(n, score, keep, step, s);
+    } else if (step != 1) {
       for (int64_t i = 0; i < n; ++i) staged[i] = *widen(a_.mask_dtype, a_.mask, offset + i * step, 1, staged + i);
+      kept = add(n, score, Plain<F>(staged), s);
+    } else if (sizeof(F) == 4 && a_.mask_dtype == kBFloat16) {
+      kept = add(n, score, Bfloat16s(a_.mask_dtype, a_.mask, offset, n, nullptr), s);
+    } else {
+      kept = add(n, score, Plain<F>(a_.mask_dtype, a_.mask, offset, n, staged), s);
+    }
+    body([=](int64_t i) { return s[i]; }, kept);
+  }
+
+  // s = the scores, -inf where masked. Whether any is kept.
+  template <class Score>
+  static inline __attribute__((always_inline)) bool choose(int64_t n, const Score score, const uint8_t* keep, int64_t step,
+                                                           F* s) {
+    int kept = 0;
 #pragma omp simd reduction(| : kept)
     for (int64_t i = 0; i < n; ++i) {
-      kept |= add[i] != lowest;
-      s[i] = add[i] == lowest ? lowest : s[i] + add[i];
+      const int k = keep[i * step];
+      const F x = score(i);
+      kept |= k;
+      s[i] = k ? x : -infinity<F>();
+    }
+    return kept != 0;
+  }
+  template <class Score, class Mask>
+  static inline bool add(int64_t n, const Score score, const Mask mask, F* s) {
+    const F lowest = -infinity<F>();
+    int kept = 0;
+#pragma omp simd reduction(| : kept)
+    for (int64_t i = 0; i < n; ++i) {
+      const F m = mask(i), sum = score(i) + m;
+      kept |= m != lowest;
+      s[i] = m == lowest ? lowest : sum;
     }
     return kept != 0;
   }

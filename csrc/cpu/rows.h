@@ -13,6 +13,7 @@ struct Plain {
   using Value = F;
   const F* x = nullptr;
   Plain() = default;
+  explicit Plain(const F* row) : x(row) {}
   Plain(int dtype, const void* base, int64_t offset, int64_t n, F* scratch) : x(widen(dtype, base, offset, n, scratch)) {}
   F operator()(int64_t i) const { return x[i]; }
 };

@@ -30,7 +30,7 @@ def cpu_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
     logsumexp = q.new_empty(q.shape[:3], dtype=wide_dtype(q))
     q, k, v = resolved(q), resolved(k), resolved(v)
     a = Attention(q, k, v, given, options)
-    if not a.complete:  # rows that see nothing are in no block
+    if not a.covered:
         out.zero_()
         logsumexp.fill_(-float("inf"))
     if not out.numel() or not a.keys:
@@ -120,7 +120,7 @@ def cpu_bwd(
     like = (q, k, v)
     q, k, v = resolved(q), resolved(k), resolved(v)
     a = Attention(q, k, v, given, options)
-    new = torch.empty_like if a.complete and out.numel() else torch.zeros_like
+    new = torch.empty_like if a.covered and out.numel() else torch.zeros_like
     gradients = [new(x) if w else q.new_empty(0) for x, w in zip(like, wanted, strict=False)]
     total = None  # of the gradient of the mask
     if given.mask is not None and wanted[3]:
@@ -128,9 +128,9 @@ def cpu_bwd(
         a.sum_mask_gradient(total)
     if out.numel() and a.keys:
         k, v = a.clean(k, v)
-        if not a.complete and not all(bool(x.sum().isfinite()) for x in (q, grad)):
+        empty = None if a.complete else (logsumexp == -float("inf")).unsqueeze(-1)
+        if empty is not None and bool(empty.any()):
             # 0 times NaN: neither the query of a row that keeps nothing nor its gradient may reach a product.
-            empty = (logsumexp == -float("inf")).unsqueeze(-1)
             q, grad = q.masked_fill(empty, 0.0), grad.masked_fill(empty, 0.0)
         body = functools.partial(_backward_chunk, (grad, q, k, v), gradients, wanted)
         a.run(a.jobs(total), body)
