@@ -83,6 +83,7 @@ def run(args, convert):
                 max_steps=args.steps,
                 learning_rate=1e-4,
                 bf16=args.bf16,
+                use_cpu=not torch.cuda.is_available(),
                 logging_steps=1,
                 save_strategy="no",
                 report_to=[],

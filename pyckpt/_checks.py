@@ -1,4 +1,4 @@
-"""Rules are not trusted: the first use of each kind compares the rebuilt tensor with the one at hand."""
+"""Rules are not trusted: the first use of each kind, and of each place, compares the rebuilt tensor with the one at hand."""
 
 from __future__ import annotations
 
@@ -11,9 +11,66 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ._records import Leaf, Outer, Recipe, RecomputeError, Source
+from ._records import Leaf, Outer, Recipe, RecomputeError, Source, regions
 from .ops._registry import is_sharded
 from .rules import FROM_LOCAL, Unavailable
+
+#: Places of a region that are remembered for a kind of recipe; a forward that has more is checked at fewer.
+MAX_PLACES = 1024
+
+
+class _Uses:
+    """Of a kind of recipe."""
+
+    __slots__ = ("count", "places", "wrong")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.places: set[int] = set()  # where in a region it gave the right bits: number of the recipe
+        self.wrong = False  # it has once not given the bits of the tensor that it replaces
+
+
+uses: dict[tuple[Any, ...], _Uses] = {}
+
+
+def check_bits(source: Source, whole: Tensor, verify: bool) -> None:
+    """Raises Unavailable unless the source is known, or now seen, to give the bits of `whole`.
+
+    Compared are the first use of each kind, when weights may be ones and zeros, and the 2nd, 4th, 8th...; and the first at each
+    place of a region: what a model does behind autograd's back (to ``h.data``), it mostly does in each step, in one layer.
+    """
+    operands = tuple(map(_kind, source.operands))
+    kind = (source.rule, whole.dtype, whole.shape[-1:], whole.is_contiguous(), whole.device, operands)
+    known = uses.get(kind)
+    if known is None:
+        known = uses[kind] = _Uses()
+    place = regions.place
+    regions.place = place + 1
+    new = place not in known.places and len(known.places) < MAX_PLACES
+    if new or verify or source.unsure or not known.count & (known.count - 1):
+        same = not known.wrong and rebuilds_the_bits(source, whole)
+        if same is None:
+            raise Unavailable("what it reads has changed since, or it was rounded otherwise")
+        if not same:
+            known.wrong = True
+        elif not whole.numel():
+            return  # which proves nothing
+        elif new:
+            known.places.add(place)
+    if known.wrong:
+        raise Unavailable("its rule does not give the same bits here")
+    known.count += 1
+
+
+def _kind(record: Any) -> Any:
+    """Of an operand. What no node saves is only checked with what reads it, so that all that it is made of counts."""
+    if isinstance(record, (tuple, Leaf)):
+        tensor = record.tensor if isinstance(record, Leaf) else record[0]
+        return tensor.dtype, tensor.layout, tensor.layout is torch.strided and tensor.is_contiguous()
+    if type(record) is not Recipe:
+        return type(record)
+    source = record.source
+    return source.rule, source.dtype, () if source.saved else tuple(map(_kind, source.operands))
 
 
 def rebuilds_the_bits(source: Source, whole: Tensor) -> bool | None:

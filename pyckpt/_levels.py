@@ -14,6 +14,7 @@ a residual stream costs as much to rebuild as all that is written to it.
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -33,11 +34,24 @@ _SUMS = ("AddBackward0", "SubBackward0")
 
 def check_policy(function: str, policy: Any) -> None:
     """Raises ValueError."""
-    if policy not in LEVELS and not callable(policy):
+    if not (policy in LEVELS if isinstance(policy, str) else _takes_three(policy)):
         raise ValueError(
             f"{function}: policy must be one of {', '.join(map(repr, LEVELS))}, or a function "
             f"(node, flops, bytes) -> CheckpointPolicy; got {policy!r}"
         )
+
+
+def _takes_three(policy: Any) -> bool:
+    """A module, or a function decorated without parentheses, is no policy."""
+    if not callable(policy) or isinstance(policy, torch.nn.Module):
+        return False
+    try:
+        inspect.signature(policy).bind(None, 0, 0)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in function has none
+        return True
+    return True
 
 
 def products_of(policy: Any, below: Any) -> str | None:

@@ -38,6 +38,7 @@ class _Regions(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[Any, Any]] = []
         self.suspended = False  # explain() compares with a forward without any
+        self.place = 0  # recipes that the outermost region has made
 
 
 regions = _Regions()
@@ -152,7 +153,7 @@ class Source:
         if kind is Outer:
             return record.lend()
         if kind is Leaf:
-            if record.tensor.untyped_storage()._cdata != record.storage:
+            if _storage(record.tensor) != record.storage:
                 raise RecomputeError(
                     f"a {_described(record.tensor)} was given other data after {self.node.name()} had read it, and backward "
                     "needs it as it was to rebuild that node's output. Change it after backward, or let the output be kept: "
@@ -241,7 +242,7 @@ class Leaf:
         self.tensor = tensor
         self.version = tensor._version
         # The bytes of FSDP's parameters come and go in one storage; assigning .data brings another.
-        self.storage = tensor.untyped_storage()._cdata
+        self.storage = _storage(tensor)
         self.as_read = as_read  # whether it is known to be as that node saw it
         key = id(tensor)
         if key not in _leaves:
@@ -315,9 +316,14 @@ def shape_of(record: Any) -> tuple[int, ...]:
     return record.shape if type(record) is Outer else record[0].shape
 
 
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
 def is_freed(tensor: Tensor) -> bool:
     """Whether the tensor has lost its storage, as FSDP's resharded parameters have."""
-    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    return dense and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _described(tensor: Tensor) -> str:

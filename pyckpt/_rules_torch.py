@@ -193,7 +193,12 @@ def _layer_norm_formula(
     return y.to(x.dtype)
 
 
-@rule("NativeLayerNormBackward0", 6, same_call=False)
+def _in_16_bits(node: Any) -> bool:
+    """Whether a norm's output, computed in float32 by a kernel in another order, is rounded: seldom to other bits."""
+    return node._input_metadata[0].dtype in (torch.bfloat16, torch.float16)
+
+
+@rule("NativeLayerNormBackward0", 6, same_call=False, unsure=_in_16_bits)
 def _layer_norm(node: Any, output: Output, edge: Edge) -> Captured:
     _first_output(output)
     return _layer_norm_formula, (
@@ -229,7 +234,7 @@ def _affine(node: Any, edge: Edge) -> tuple[Any, Any]:
     return weight, edge(2) if has_bias else None
 
 
-@rule("NativeGroupNormBackward0", 8, same_call=False)
+@rule("NativeGroupNormBackward0", 8, same_call=False, unsure=_in_16_bits)
 def _group_norm(node: Any, output: Output, edge: Edge) -> Captured:
     _first_output(output)
     x, (weight, bias) = saved(node, "input"), _affine(node, edge)
@@ -295,7 +300,8 @@ for _name in ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Ali
         _view(f"{_name}Backward{_number}", lambda node, output: lambda x: x.reshape(output.shape))
 _view("ExpandBackward0", lambda node, output: lambda x: x.expand(output.shape))
 _view("TBackward0", lambda node, output: torch.t)
-_view("CloneBackward0", lambda node, output: torch.clone)
+# By contiguous() and reshape() mostly; a saver shows whether it was a clone() that kept another layout.
+_view("CloneBackward0", lambda node, output: partial(torch.clone, memory_format=torch.contiguous_format))
 _view(
     "TransposeBackward0",
     lambda node, output: partial(

@@ -5,8 +5,8 @@ the output of a node that has a rule (rules.py), the saver is given a recipe in 
 records of what the producing node itself saved. The tensor dies with the forward; in backward the recipe is followed once, its
 result shared by all savers, and let go when the last of them has run.
 
-Rules are not trusted: at the first use of each kind (node, dtypes, layout, device) the recipe is followed at once, and its bits
-compared with the tensor at hand.
+Rules are not trusted: at the first use of each kind (node, dtypes, layout, device) and at each place of a region the recipe is
+followed at once, and its bits compared with the tensor at hand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _rules_matrix, _rules_torch, backends  # noqa: F401  # their rules
-from ._checks import check_sharding, rebuilds_the_bits, warn_once
+from ._checks import check_bits, check_sharding, warn_once
 from ._levels import check_policy, check_products, hold, products_of, reads_of
 from ._records import (
     Leaf,
@@ -58,9 +58,6 @@ Policy = Callable[[Any, int, int], CheckpointPolicy]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 _SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-
-# Of each kind of recipe, how often it was used; 0: it does not give the bits of the tensor that it replaces.
-_uses: dict[tuple[Any, ...], int] = {}
 
 
 class Region:
@@ -133,7 +130,8 @@ class Region:
     def keep(self, tensor: Tensor) -> Any:
         """For the hooks below."""
         pack, unpack_below = self.below
-        return Outer(tensor.shape, pack(tensor), unpack_below)
+        shape = () if tensor.is_nested else tensor.shape  # the former has none, and no rule reads it
+        return Outer(shape, pack(tensor), unpack_below)
 
     def recipe(self, tensor: Tensor, whole: Tensor, node: Any) -> Recipe:
         """Raises Unavailable where the tensor has to be kept. It is all or a view of `whole`, which `node` made: views, and
@@ -241,7 +239,6 @@ class Region:
 
     def _check(self, source: Source, whole: Tensor) -> None:
         """Raises Unavailable unless recipes of this kind are known, or now seen, to give the bits of the original."""
-        rule = source.rule
         if source.outer:
             if self.below is None or source.outer != {self.below[1]}:
                 # Of a checkpoint that has ended, say: to rebuild from it would replay it early, beside the one under way.
@@ -250,20 +247,7 @@ class Region:
             if source.needs_check:
                 raise Unavailable("{} cannot be checked under other saved-tensor hooks", source.node)
             return
-        kinds = tuple(map(_kind, source.operands))
-        kind = (rule, whole.dtype, whole.shape[-1:], whole.is_contiguous(), whole.device, kinds)
-        used = _uses.get(kind, -1)
-        if used < 0 or self.verify or source.unsure or not used & (used - 1):
-            # At the first use, when weights may be ones and zeros, and again at the 2nd, 4th, 8th...
-            same = used != 0 and rebuilds_the_bits(source, whole)
-            if same is None:
-                raise Unavailable("what it reads has changed since")
-            if not same:
-                _uses[kind] = 0
-                raise Unavailable("its rule does not give the same bits here")
-            if not whole.numel():
-                return  # which proves nothing
-        _uses[kind] = max(used, 0) + 1
+        check_bits(source, whole, self.verify)
 
 
 def _computes(source: Source) -> Source:
@@ -271,14 +255,6 @@ def _computes(source: Source) -> Source:
     while source.rule.view and type(source.operands[0]) is Recipe:
         source = source.operands[0].source
     return source
-
-
-def _kind(record: Any) -> Any:
-    if type(record) is tuple:
-        return record[0].dtype, record[0].is_contiguous()
-    if type(record) is Leaf:
-        return record.tensor.dtype, record.tensor.is_contiguous()
-    return (record.source.rule, record.source.dtype) if type(record) is Recipe else type(record)
 
 
 def enter(
@@ -294,6 +270,8 @@ def enter(
         return
     if regions.stack:
         _end_interrupted(frame)
+    if not regions.stack:
+        regions.place = 0
     if backends.disabled() or regions.suspended:
         return
     reason = steps_aside()
@@ -370,7 +348,9 @@ class recompute:
             one, nor for a residual sum, nor one that ran before the region began; and inside ``torch.utils.checkpoint``, which
             runs them again itself, they are as ``"pointwise"``. Or a function ``(node, flops, bytes) -> CheckpointPolicy`` (of
             ``torch.utils.checkpoint``) asked for each tensor that can be rebuilt, matrix products and convolutions included.
-        verify: compare the bits of every rebuilt tensor in forward already, instead of at the first use of each kind.
+        verify: compare the bits of every rebuilt tensor in forward already, instead of those in the first forward and now and
+            then. That finds what autograd is not told of: an activation changed through ``.data``, numpy or, after it was used,
+            under ``no_grad``, in some steps only.
 
     Raises:
         ValueError: an unknown name of a policy.

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as torch_module
 
 from . import memory
+from ._levels import check_policy
 from ._records import Recipe, regions
 from .engine import Policy, Region, enter, leave
 from .rules import Unavailable
@@ -146,8 +147,10 @@ def explain(model: nn.Module, *args: Any, policy: str | Policy = "pointwise", **
         policy: as for :func:`pyckpt.recompute`.
 
     Raises:
+        ValueError: an unknown name of a policy.
         RuntimeError: gradients are off, or nothing in the result needs a gradient.
     """
+    check_policy("explain", policy)
     if not torch.is_grad_enabled():
         raise RuntimeError("explain: gradients are disabled here, so that nothing is kept for backward")
     fixed = {

@@ -92,6 +92,8 @@ def _check_counter(device: torch.device) -> None:
 
 def _device(device: str | torch.device) -> torch.device:
     result = torch.device(device)
+    if result.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(f"cannot count memory on device {str(device)!r}: this torch sees no GPU")
     if result.type == "cuda" and result.index is None:
         result = torch.device("cuda", torch.cuda.current_device())
     return result

@@ -74,7 +74,8 @@ class Rule:
         pointwise: a cheap function of single elements or pairs: policy "mlp" rebuilds products that only such nodes read.
         elementwise: each element of the output comes from the same element of every operand.
         same_call: the function is the very call that made the output, so that it can be trusted where a check is not possible.
-        unsure: whether what the node reads may change without a trace, so that each rebuild has to be compared.
+        unsure: whether what the node reads may change without a trace, or its kernel may round otherwise, so that each rebuild
+            has to be compared.
         built_in: shipped here: on a difference the output is kept with a warning, where a user's rule raises.
     """
 

@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
-from pyckpt import _checks, backends, engine
+from pyckpt import _checks, backends
 from pyckpt.memory import allocated_bytes
 from pyckpt.ops._registry import Unserved
 from tests import _interpreter, simt
@@ -73,7 +73,7 @@ def one_thread():
 @pytest.fixture
 def unlearned(monkeypatch):
     """The recompute engine as in a new process: nothing checked yet, no warning given."""
-    monkeypatch.setattr(engine, "_uses", {})
+    monkeypatch.setattr(_checks, "uses", {})
     monkeypatch.setattr(_checks, "warned", set())
 
 

@@ -75,8 +75,8 @@ def test_different_gradients_are_seen(monkeypatch, bert):
 
     original = Source.get
     monkeypatch.setattr(Source, "get", lambda self, memo=None: original(self, memo) * (1 + 1e-6))
-    monkeypatch.setattr("pyckpt.engine.rebuilds_the_bits", lambda source, whole: True)
-    monkeypatch.setattr("pyckpt.engine._uses", {})
+    monkeypatch.setattr("pyckpt._checks.rebuilds_the_bits", lambda source, whole: True)
+    monkeypatch.setattr("pyckpt._checks.uses", {})
     row = coverage.measure(BERT)
     assert not row["same_gradients"] and row["engine"] == pytest.approx(bert["engine"], rel=0.03)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import pyckpt.functional as ours
 import pyckpt.nn as fused
-from pyckpt import backends, engine, recompute
+from pyckpt import _checks, backends, engine, recompute
 from tests._engine import Block, Watched, allocated, assert_same, blocks, gradients, region
 
 pytestmark = pytest.mark.usefixtures("unlearned")
@@ -296,15 +296,17 @@ def test_relu_saves_its_input_inside_a_region_only():
 
 def test_verify_compares_always(monkeypatch):
     checked = []
-    original = engine.rebuilds_the_bits
-    monkeypatch.setattr(engine, "rebuilds_the_bits", lambda *a: (checked.append(1), original(*a))[1])
+    original = _checks.rebuilds_the_bits
+    monkeypatch.setattr(_checks, "rebuilds_the_bits", lambda *a: (checked.append(1), original(*a))[1])
     model, x = blocks(4), torch.randn(4, 8, 32)
-    with recompute():
-        model(x)
-    first = len(checked)
-    with recompute(verify=True):
-        model(x)
-    assert first < len(checked) - first == 8
+    counts = []
+    for options in ({}, {}, {}, {}, {}, {"verify": True}):
+        before = len(checked)
+        with recompute(**options):
+            model(x)
+        counts.append(len(checked) - before)
+    assert counts[0] == counts[-1] == 8, "each place once, and everything where that is asked for"
+    assert counts[4] < 8
 
 
 def test_region_object_survives_copies():

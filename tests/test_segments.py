@@ -236,6 +236,37 @@ def test_sequential():
     assert_same([actual], torch.autograd.grad(z.sum(), x))
 
 
+@pytest.mark.parametrize("segments", ["auto", 1, 2, 3, 4, 5, 9])
+def test_layers_that_work_in_place(segments):
+    """A segment that began with one would find its input changed."""
+    model = nn.Sequential(
+        nn.Linear(32, 32), nn.ReLU(inplace=True), nn.Linear(32, 32), nn.SiLU(inplace=True), nn.Dropout(0.3, inplace=True),
+        nn.Linear(32, 32), nn.Sequential(nn.LeakyReLU(inplace=True), nn.Linear(32, 32)),
+    )  # fmt: skip
+    x, results = torch.randn(40, 32), []
+    for run in (model, lambda x: checkpoint_sequential(model, x, segments=segments)):
+        torch.manual_seed(0)
+        results.append(gradients(model, lambda run=run: run(x).square().mean()))
+    assert_same(*results)
+
+
+def test_caches_of_keys_and_values_are_refused():
+    """Replayed, a block would append to it again; Hugging Face's decoders make one unless they are told not to."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2
+    )
+    model, ids = transformers.LlamaForCausalLM(config).train(), torch.randint(50, (2, 16))
+    with pytest.raises(ValueError, match="use_cache = False"):
+        pyckpt.plan(model, ids, budget=0.8, rounds=1)
+    pyckpt.checkpoint_wrapper(model.model.layers[1])
+    with pytest.raises(ValueError, match="use_cache = False"):
+        model(ids)
+    model.config.use_cache = False
+    expected = gradients(model, lambda: model(ids).logits.square().mean())
+    assert all(g.isfinite().all() for g in expected)
+
+
 def test_misuse():
     with pytest.raises(TypeError, match="at least one block"):
         checkpoint_sequential([], torch.ones(1))

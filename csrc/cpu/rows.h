@@ -39,13 +39,14 @@ static inline void write(int dtype, void* base, int64_t offset, int64_t n, const
 }
 template <class F>
 static inline void store(int dtype, const F* values, void* base, int64_t offset, int64_t n) {
+  if (n <= 0) return;  // there may be no memory
   if (in_place<F>(dtype))
     __builtin_memcpy(static_cast<F*>(base) + offset, values, size_t(n) * sizeof(F));
   else
     narrow(dtype, values, base, offset, n);
 }
 static inline void clear(int dtype, void* base, int64_t offset, int64_t n) {
-  __builtin_memset(static_cast<char*>(base) + offset * item_size(dtype), 0, size_t(n * item_size(dtype)));
+  if (n > 0) __builtin_memset(static_cast<char*>(base) + offset * item_size(dtype), 0, size_t(n * item_size(dtype)));
 }
 
 // Calls body(Type<Reader>{}).

@@ -79,6 +79,7 @@ def observe(
             modes = [m.training for m in module.modules()]
             autocast = Autocast.now(device.type)
             call = f"{describe(module)}{modes}{signature}{autocast}"
+            refuse_cache(f"plan: block {path!r}", [*args, *kwargs.values()])
             call = hashlib.sha256(call.encode()).hexdigest()[:16]
             container, _, name = path.rpartition(".")
             plain = type(model.get_submodule(container)) is nn.Sequential and len(args) == 1 and not kwargs
@@ -106,6 +107,15 @@ def observe(
             f"plan: a forward must call each block once; it calls {wrong[0]!r} {order.count(wrong[0])} times"
         )
     return found, calls
+
+
+def refuse_cache(what: str, arguments: Sequence[Any]) -> None:
+    """Raises ValueError where one is a cache of keys and values, as Hugging Face's decoders make unless they are told not to."""
+    if any(hasattr(argument, "get_seq_length") for argument in arguments):
+        raise ValueError(
+            f"{what} is given a cache of keys and values, and would append to it again whenever it is replayed. Train without: "
+            "model.config.use_cache = False"
+        )
 
 
 def describe(module: nn.Module) -> str:

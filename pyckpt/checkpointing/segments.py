@@ -24,7 +24,7 @@ from .._checks import warn_once
 from ..engine import enter, leave
 from ..explanation import undisturbed
 from ._autocast import Autocast
-from ._blocks import with_tensors
+from ._blocks import refuse_cache, with_tensors
 from ._replay import modules_in, once
 
 __all__ = ["checkpoint", "checkpoint_sequential", "checkpoint_wrapper", "unwrap"]
@@ -77,6 +77,7 @@ def _checkpoint(
     values = (*args, *kwargs.values())
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
+    refuse_cache("pyckpt.checkpoint: what is to be checkpointed", values)
     result = torch_checkpoint(once(run, modules_in(holders)), *values, use_reentrant=False)
     if not any(t.requires_grad for t in memory.tensors(result)):
         warn_once(
@@ -197,7 +198,8 @@ def checkpoint_sequential(
     Args:
         blocks: ``nn.Sequential``, ``nn.ModuleList``, or a sequence of modules or functions.
         args, kwargs: of every block.
-        segments: how many; more than there are blocks are one a block. "auto": segments of ``sqrt(N input / set)`` blocks, N
+        segments: how many; more than there are blocks are one a block. None begins with a block that works in place
+            (``nn.ReLU(inplace=True)``): it is the last of the one before. "auto": segments of ``sqrt(N input / set)`` blocks, N
             being the blocks, `input` the bytes of what a segment keeps, and `set` those that a block keeps for backward under
             the engine. Measured is the first block that keeps anything of floating-point input, at the first call with inputs of
             a shape (its forward, twice; random numbers and buffers are left as they were). Blocks before it (an embedding, a
@@ -230,14 +232,24 @@ def checkpoint_sequential(
         count = len(chain)
     else:
         length = math.ceil(count / int(segments))
-    for start in range(0, count, max(length, 1)):
-        part = chain[start : start + length]
-        if start + length >= count:
+    start = 0
+    while start < count:
+        end = start + length
+        while end < count and _works_in_place(chain[end]):  # it would change what its segment keeps
+            end += 1
+        if end >= count:
             with quiet_region():
-                x = _run(part, x, *rest, **kwargs)
+                x = _run(chain[start:], x, *rest, **kwargs)
         else:
-            x = segment(part, x, *rest, **kwargs)
+            x = segment(chain[start:end], x, *rest, **kwargs)
+        start = end
     return x
+
+
+def _works_in_place(block: Any) -> bool:
+    if isinstance(block, nn.Sequential) and len(block):
+        return _works_in_place(block[0])
+    return getattr(block, "inplace", False) is True
 
 
 def segment(part: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
