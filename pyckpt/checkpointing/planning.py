@@ -71,8 +71,8 @@ def plan(
 
     Raises:
         BudgetError: the budget cannot be met; it names the smallest that can.
-        ValueError: no repeated blocks were found; they recompute already; "segment" is the only choice, and some blocks can be in
-            none; or an argument is none of those.
+        ValueError: no repeated blocks were found; they recompute already, or are given a cache of keys and values; "segment" is
+            the only choice, and some blocks can be in none; or an argument is none of those.
     """
     chosen_choices = _checked(choices, scope)
     budget_bytes(budget, 1)
