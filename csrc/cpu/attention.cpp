@@ -204,35 +204,46 @@ class Families {
   } digits_[3];
 };
 
-// The gradient of the mask, of one family after the other: several members are summed in double first.
+// The gradient of the mask, of one family after the other: several members are summed first, in double, which of doubles keeps what
+// rounding loses (TwoSum: Knuth, The Art of Computer Programming, volume 2, section 4.2.2).
 template <class F>
 class MaskGradient {
  public:
   MaskGradient(const AttentionBlock& a, int64_t members)
-      : a_(a), members_(members), along_keys_(a.dmask && a.dmask_strides[3] == 1), sums_(members > 1 ? a.columns : 0) {}
+      : a_(a), members_(members), along_keys_(a.dmask && a.dmask_strides[3] == 1), sums_(members > 1 ? 2 * a.columns : 0) {}
 
   // Of a row the gradients of the columns that it sees.
   void add(int64_t member, const BlockRow& r, const F* gradient) {
     const int64_t *by = a_.dmask_strides, n = along_keys_ ? r.end - r.begin : 1;
     F* whole = static_cast<F*>(a_.dmask) + r.batch * by[0] + r.head_in_batch * by[1] + r.query * by[2] + a_.first_key * by[3];
-    double of_row = 0;
+    double of_row = 0, lost_of_row = 0;
     if (!along_keys_)
-      for (int64_t i = r.begin; i < r.end; ++i) of_row += double(gradient[i - r.begin]);
-    const F sum = F(of_row), *terms = along_keys_ ? gradient : &sum;
+      for (int64_t i = r.begin; i < r.end; ++i) add_term(gradient[i - r.begin], of_row, lost_of_row);
+    const F sum = F(of_row + lost_of_row), *terms = along_keys_ ? gradient : &sum;
     const int64_t begin = along_keys_ ? r.begin : 0, all = along_keys_ ? a_.columns : 1;
     if (members_ == 1) {
       for (int64_t i = 0; i < n; ++i) whole[begin + i] += terms[i];
       return;
     }
-    double* sums = sums_.at(0);
+    double *sums = sums_.at(0), *lost = sums_.at(a_.columns);
     if (member == 0)
-      for (int64_t i = 0; i < all; ++i) sums[i] = 0;
-    for (int64_t i = 0; i < n; ++i) sums[begin + i] += double(terms[i]);
+      for (int64_t i = 0; i < all; ++i) sums[i] = lost[i] = 0;
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) add_term(terms[i], sums[begin + i], lost[begin + i]);
     if (member == members_ - 1)
-      for (int64_t i = 0; i < all; ++i) whole[i] += F(sums[i]);
+      for (int64_t i = 0; i < all; ++i) whole[i] += F(sums[i] + lost[i]);
   }
 
  private:
+  static void add_term(F term, double& sum, double& lost) {
+    const double before = sum;
+    sum += double(term);
+    if constexpr (sizeof(F) == sizeof(double)) {
+      const double added = sum - before;
+      lost += (before - (sum - added)) + (double(term) - added);
+    }
+  }
+
   const AttentionBlock& a_;
   const int64_t members_;
   const bool along_keys_;
