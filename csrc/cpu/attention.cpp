@@ -204,8 +204,8 @@ class Families {
   } digits_[3];
 };
 
-// The gradient of the mask, of one family after the other: several members are summed first, in double, which of doubles keeps what
-// rounding loses (TwoSum: Knuth, The Art of Computer Programming, volume 2, section 4.2.2).
+// The gradient of the mask, of one family after the other: several members are summed first, in double, which of doubles keeps
+// what rounding loses (TwoSum: Knuth, The Art of Computer Programming, volume 2, section 4.2.2).
 template <class F>
 class MaskGradient {
  public:
