@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from _conversion import (
     FUSED,
+    WIDTH,
     ElsewhereGelu,
+    GemmaNorm,
     ModeIndependent,
     TanhOrScaled,
     Unrecognisable,
@@ -304,6 +306,24 @@ def test_a_changed_option_or_forward_is_proven_anew(monkeypatch):
     monkeypatch.setattr(ElsewhereGelu, "forward", lambda self, x: 2 * F.gelu(x))
     module = ElsewhereGelu()
     assert type(pyckpt.convert(module)) is ElsewhereGelu
+
+
+def test_classes_marked_for_other_kernels_are_swapped_until_these_are_in():
+    """As replace_kernel_forward_from_hub of Hugging Face's kernels marks most activations and norms of transformers."""
+
+    class MarkedGelu(ElsewhereGelu):
+        kernel_layer_name = "GeLU"
+        kernel_condition = staticmethod(lambda module: True)
+
+    class MarkedNorm(GemmaNorm):
+        kernel_layer_name, kernel_condition = "RMSNorm", MarkedGelu.kernel_condition
+
+    for make in (MarkedGelu, MarkedNorm):
+        module, kernelized = make(), make()
+        assert type(pyckpt.convert(module)) is not type(kernelized)
+        assert_equivalent(module, make(), randn(50, WIDTH))
+        kernelized.forward = kernelized.forward  # of the instance, as kernelize() sets it
+        left_alone(kernelized, "forward")
 
 
 def test_a_failure_for_a_passing_reason_is_not_remembered(monkeypatch):

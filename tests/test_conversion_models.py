@@ -62,7 +62,7 @@ EXPECTED = {
     "gpt2": ({"GELU": 2, "LayerNorm": 5, "Dropout": 7}, set()),
     "gpt_neox": ({"GELU": 2, "LayerNorm": 5, "Dropout": 5}, set()),
     "opt": ({"ReLU": 2, "LayerNorm": 5}, set()),
-    "falcon": ({"GELU": 2, "LayerNorm": 5, "Dropout": 2}, set()),
+    "falcon": ({"GELU": 2, "LayerNorm": 5}, set()),
     "llama": LLAMA,
     "mistral": LLAMA,
     "qwen3": ({"SiLU": 2, "ConvertedNorm": 9}, set()),
@@ -134,7 +134,10 @@ def shared(model, path, report):
 def test_transformers(name):
     pytest.importorskip("transformers")
     model, inputs = transformers_model(name)
-    assert_converted(model, inputs, *EXPECTED[name])
+    swapped, left = EXPECTED[name]
+    if name == "falcon" and (dropouts := sum(type(m) is torch.nn.Dropout for m in model.modules())):
+        swapped = {**swapped, "Dropout": dropouts}  # before transformers 5.25; since then a function
+    assert_converted(model, inputs, swapped, left)
 
 
 @pytest.mark.parametrize(

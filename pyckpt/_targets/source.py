@@ -31,6 +31,8 @@ _PLAIN_CLASS_ATTRIBUTES = frozenset[str]().union(
     ("__init__", "forward", "extra_repr", "__repr__", "__module__", "__doc__", "__dict__", "__weakref__"),
     ("__qualname__", "__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__"),
     ("__firstlineno__", "__static_attributes__", "__constants__", "__conditional_annotations__"),
+    # Of Hugging Face's kernels: kernelize() reads them, no forward does.
+    ("kernel_layer_name", "kernel_condition"),
 )
 
 
