@@ -151,8 +151,10 @@ def problems(row: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> list
         for way in WAYS
         if abs(row[way] - recorded[way]) > TOLERANCE * recorded[way]
     ]
-    if row["swapped"] != recorded["swapped"]:
-        found.append(f"swapped {row['swapped']}, docs/coverage.json says {recorded['swapped']}")
+    # Dropouts apart: from one version of a library to the next they turn into functions (Falcon's in transformers 5.25).
+    now, then = ({k: n for k, n in r["swapped"].items() if k != "Dropout"} for r in (row, recorded))
+    if now != then:
+        found.append(f"swapped {now}, docs/coverage.json says {then}")
     return found
 
 

@@ -148,7 +148,7 @@ _warned_disabled = False
 def disabled() -> bool:
     """Whether PYCKPT_DISABLE=1 is set: the operator's switch that turns conversion and recomputation off. Warns once."""
     global _warned_disabled
-    off = os.environ.get("PYCKPT_DISABLE", "") not in ("", "0")
+    off = os.environ.get("PYCKPT_DISABLE", "").lower() not in ("", "0", "false", "no", "off")
     if off and not _warned_disabled:
         _warned_disabled = True
         warnings.warn(

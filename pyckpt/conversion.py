@@ -149,7 +149,7 @@ def report(model: nn.Module) -> Report:
         TypeError: ``model`` is not a module.
     """
     _require_module("report", model)
-    result = Report(recompute=installed(_unwrap(model)) is not None)
+    result = Report(recompute=any(installed(part) is not None for part in _unwrap(model).modules()))
     for path, module, verdict in _decisions(_unwrap(model)):
         mark = vars(module).get(_MARK)
         if mark is not None:
@@ -214,7 +214,7 @@ class Report:
         swapped: path -> ``"nn.GELU -> pyckpt.nn.GELU"``.
         left: path -> the reason; norms, activations, dropouts, softmaxes, ``nn.MultiheadAttention`` and plain functions only.
         native: path -> class, of ``pyckpt.nn`` modules that the model was built with.
-        recompute: whether the engine is on the model's forward.
+        recompute: whether the engine is on the model's forward, or on that of a part of it.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends
+from . import __version__, backends
 from . import functional as F
 from .ops._registry import DTYPES, Op, Unserved
 
@@ -37,7 +37,7 @@ _NO_GPU = {
 #: Where each op has been run so far, by backend. What is missing has no kernel, or none that was ever run.
 RUN_ON: dict[str, dict[str, str]] = {name: {"cpu": "x86-64 hardware", **_NO_GPU} for name in F.__all__}
 
-_PACKAGES = ("pyckpt", "torch", "numpy", "triton", "transformers")
+_PACKAGES = ("torch", "numpy", "triton", "transformers")
 _VARIABLES = re.compile(
     r"(PYCKPT|OMP|GOMP|KMP|MKL|MALLOC|PYTORCH|TORCH|TRITON|CUDA)_|GLIBC_TUNABLES$|LD_PRELOAD$|CXX$"
 )
@@ -254,7 +254,7 @@ def _version(package: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {package: _version(package) for package in _PACKAGES}
+    found = {"pyckpt": __version__, **{package: _version(package) for package in _PACKAGES}}
     found["torch"] = f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})"
     found["python"] = f"{platform.python_implementation()} {platform.python_version()}"
     if backends.native is None:

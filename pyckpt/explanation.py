@@ -147,10 +147,15 @@ def explain(model: nn.Module, *args: Any, policy: str | Policy = "pointwise", **
         policy: as for :func:`pyckpt.recompute`.
 
     Raises:
-        ValueError: an unknown name of a policy.
+        TypeError: `model` is no module.
+        ValueError: an unknown name of a policy; a model on the meta device, which keeps nothing.
         RuntimeError: gradients are off, or nothing in the result needs a gradient.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"explain: expected a torch.nn.Module, got {type(model).__name__}")
     check_policy("explain", policy)
+    if any(t.is_meta for t in (*model.parameters(), *memory.tensors([args, kwargs]))):
+        raise ValueError("explain: the model or its input is on the meta device, where nothing is kept")
     if not torch.is_grad_enabled():
         raise RuntimeError("explain: gradients are disabled here, so that nothing is kept for backward")
     fixed = {

@@ -281,6 +281,11 @@ def _quiet_profiler() -> Iterator[None]:
 
 def _allocations(fn: Callable[[], Any]) -> list[int]:
     """Bytes of PyTorch's CPU allocations (positive) and releases (negative) during `fn()`, in order."""
+    if torch.autograd._profiler_enabled():
+        raise RuntimeError(
+            "peak memory on the CPU is read from torch.profiler, and another profiler is active: its trace would be lost. "
+            "Measure outside it."
+        )
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     with _quiet_profiler():
         profiler.start()

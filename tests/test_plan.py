@@ -245,7 +245,7 @@ def test_a_plan_is_applied_whole_or_not_at_all(choice):
         (["2", "3"] if choice == "segment" else ["3"], choice),
     ]
     nothing = Prediction(0, 0, 0.0)
-    made_for = fingerprint(model.get_submodule(path) for group, _ in steps for path in group)
+    made_for = fingerprint(model, [path for group, _ in steps for path in group])
     plan = Plan(0, "activations", steps, nothing, nothing, [], [], {"model": made_for, "sample": ""})
     unwrappable = model if choice == "segment" else model[3]
     unwrappable.forward = type(unwrappable).forward.__get__(unwrappable)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def plan(
         model: on its device and in its mode; under ``torch.autocast`` if the training is.
         args, kwargs: of its forward: a sample batch.
         budget: bytes that a step may allocate at its peak above what stands before it: a number, a text ("8GiB", "500 MB"), or a
-            fraction of eager's.
+            fraction of eager's (0.6, "60%").
         scope: "activations": with gradients that stand before; "total": gradients of parameters count too.
         blocks: paths or modules, if they are not to be found.
         choices: of those to consider; all by default.
@@ -73,8 +74,9 @@ def plan(
         BudgetError: the budget cannot be met; it names the smallest that can.
         ValueError: no repeated blocks were found; they recompute already, or are given a cache of keys and values; "segment" is
             the only choice, and some blocks can be in none; or an argument is none of those.
+        TypeError: `blocks` are no list, `loss` is no function.
     """
-    chosen_choices = _checked(choices, scope)
+    chosen_choices = _checked(choices, scope, loss, rounds)
     budget_bytes(budget, 1)
     where = next((p.device for p in model.parameters()), torch.device("cpu"))
     if on is not None and torch.device(on).type != where.type:
@@ -116,6 +118,7 @@ def plan(
                 'plan: "segment" needs blocks called by an nn.Sequential, several in a row, of which each gives what the next '
                 f"takes; the choices {chosen_choices!r} have nothing for the others"
             )
+        smallest += smallest // 256 + 2**14  # what two measurements differ by
         raise BudgetError(
             f"plan: no choice fits {limit:,} bytes; the smallest budget that can be met is {smallest:,} bytes "
             f"({smallest / 2**20:,.1f} MiB, {smallest / eager.peak:.3f} of eager's)",
@@ -125,7 +128,7 @@ def plan(
     for option in steps:
         names.append(([b.path for b in found[place : place + option.length]], option.name))
         place += option.length
-    made_for = {"model": fingerprint(b.module for b in found), "sample": shapes(args, kwargs)}
+    made_for = {"model": fingerprint(model, [b.path for b in found]), "sample": shapes(args, kwargs)}
     return Plan(
         limit,
         scope,
@@ -138,9 +141,13 @@ def plan(
     )
 
 
-def _checked(choices: Sequence[str] | None, scope: str) -> Sequence[str]:
+def _checked(choices: Sequence[str] | None, scope: str, loss: Any, rounds: Any) -> Sequence[str]:
     if scope not in ("activations", "total"):
         raise ValueError(f"plan: scope must be 'activations' or 'total', got {scope!r}")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"plan: loss must be a function of the model's result, got {type(loss).__name__}")
+    if not isinstance(rounds, int) or rounds < 1:
+        raise ValueError(f"plan: rounds must be a number from 1 on, got {rounds!r}")
     wrong = [c for c in choices or () if c not in (*CHOICES, "segment")]
     if wrong or (choices is not None and not choices):
         raise ValueError(f"plan: choices must be of {', '.join((*CHOICES, 'segment'))}; got {choices!r}")
@@ -155,6 +162,8 @@ def _paths(model: nn.Module, blocks: Sequence[str | nn.Module] | None) -> list[s
                 "plan: found no nn.ModuleList or nn.Sequential of blocks of one class; name them, as blocks=[...]"
             )
         return paths
+    if isinstance(blocks, str) or not isinstance(blocks, Iterable):
+        raise TypeError(f"plan: blocks must be a list of modules or their paths, got {type(blocks).__name__}")
     known = {id(module): path for path, module in model.named_modules()}
     paths = [block if isinstance(block, str) else known.get(id(block), "") for block in blocks]
     if not paths or any(path not in known.values() or not path for path in paths):
@@ -248,13 +257,19 @@ def _curve(chain: Chain, steps: Sequence[Option]) -> list[int]:
 def budget_bytes(budget: int | float | str, eager: int) -> int:
     units = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
     if isinstance(budget, str):
-        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmg]i?)?(b?)\s*", budget.lower())
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([kmg]i?)?(b?)|(%))\s*", budget.lower())
+        if match and match[4]:
+            return budget_bytes(float(match[1]) / 100, eager)
         if match and (match[2] or match[3]):
             return int(float(match[1]) * units[match[2] or ""])
         if match:  # from a command line
             return budget_bytes(float(match[1]), eager)
     elif isinstance(budget, float) and 0 < budget <= 1:
         return int(budget * eager)
-    elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and budget >= 1:
-        return int(budget)
-    raise ValueError(f"plan: budget must be bytes, a text as '8GiB', or a fraction in (0, 1]; got {budget!r}")
+    elif isinstance(budget, (int, float)) and not isinstance(budget, bool):
+        least = 2**10 if isinstance(budget, float) else 1  # less was meant as a fraction
+        if least <= budget < math.inf:
+            return int(budget)
+    raise ValueError(
+        f"a budget must be bytes, a text such as '8GiB' or '60%', or a fraction in (0, 1]; got {budget!r}"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -104,12 +104,15 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Raises ValueError where the file is no plan of this version."""
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(data, dict) or data.pop("version", None) != 1:
-            raise ValueError(f"Plan.load: {path} holds no plan that this version of pyckpt reads")
-        data["steps"] = [(list(group), choice) for group, choice in data["steps"]]
-        data["predicted"], data["eager"] = Prediction(**data["predicted"]), Prediction(**data["eager"])
-        return cls(**data)
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            if data.pop("version") == 1:
+                steps = [(list(group), choice) for group, choice in data.pop("steps")]
+                predicted, eager = (Prediction(**data.pop(name)) for name in ("predicted", "eager"))
+                return cls(steps=steps, predicted=predicted, eager=eager, **data)
+        except (ValueError, TypeError, KeyError, AttributeError):  # no JSON, or of another shape
+            pass
+        raise ValueError(f"Plan.load: {path} holds no plan that this version of pyckpt reads")
 
     def matches(self, model: nn.Module, *args: Any, **kwargs: Any) -> bool:
         """Whether the plan was made for these blocks and for inputs of these shapes."""
@@ -118,7 +121,7 @@ class Plan:
     def _fingerprint_of(self, model: nn.Module) -> str | None:
         """Of the modules at the plan's paths; None where there are none."""
         try:
-            return fingerprint(model.get_submodule(path) for group, _ in self.steps for path in group)
+            return fingerprint(model, [path for group, _ in self.steps for path in group])
         except AttributeError:
             return None
 
@@ -187,8 +190,11 @@ def _apply(block: nn.Module, choice: str) -> Callable[[], Any]:
     return partial(unwrap, block)
 
 
-def fingerprint(blocks: Iterable[nn.Module]) -> str:
-    text = "".join(describe(block) for block in blocks)
+def fingerprint(model: nn.Module, paths: Sequence[str]) -> str:
+    """Of the modules there, and of how many there are beside them: a plan for four layers is none for five."""
+    text = "".join(describe(model.get_submodule(path)) for path in paths)
+    for container in sorted({path.rpartition(".")[0] for path in paths}):
+        text += f"{container}: {len(model.get_submodule(container)._modules)}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

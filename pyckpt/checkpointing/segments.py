@@ -216,6 +216,8 @@ def checkpoint_sequential(
     chain: list[Any] = list(blocks.children() if isinstance(blocks, nn.Module) else blocks)
     if not chain or not args:
         raise TypeError("checkpoint_sequential: needs at least one block and one positional argument")
+    if "segment" in kwargs:
+        raise TypeError("checkpoint_sequential: got 'segment'; the number of segments is `segments`")
     if segments != "auto" and not (isinstance(segments, int) and segments > 0):
         raise ValueError(
             f"checkpoint_sequential: segments must be 'auto' or a positive number, got {segments!r}"

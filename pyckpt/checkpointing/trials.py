@@ -99,8 +99,11 @@ def trial(
         quiet: do not print the result.
 
     Raises:
-        ValueError: no batches; the model is converted already and no `change` is given; a change without `undo`.
+        ValueError: no batches; the model is converted already and no `change` is given; a change without `undo`; a `max_memory`
+            that says no bytes.
+        TypeError: `step` returns no loss.
     """
+    budget_bytes(max_memory, 1)
     apply, take_back = _change(model, change, undo)
     samples = list(batches)
     if not samples:
@@ -192,6 +195,16 @@ def _step(model: nn.Module, batch: Any, step: Callable[[nn.Module, Any], Tensor]
     handles = [p.register_post_accumulate_grad_hook(seen) for p in model.parameters() if p.requires_grad]
     try:
         loss = step(model, batch)
+        if isinstance(loss, (int, float)) and ran:
+            return float(loss)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = (
+                f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            )
+            raise TypeError(
+                "trial: step(model, batch) must return the loss, a tensor of one element (a number where it has run backward); "
+                f"it returned {found}"
+            )
         if not ran and loss.requires_grad:
             loss.backward()
     finally:

@@ -12,6 +12,7 @@ try:
 except ImportError:
     from pytorch_lightning.callbacks import Callback
 
+from .._levels import check_policy
 from ..conversion import convert, revert
 from ..engine import Policy
 from ..monitoring import Monitor
@@ -36,6 +37,7 @@ class RecomputeCallback(Callback):
     """
 
     def __init__(self, policy: str | Policy = "pointwise", *, keep: bool = True, monitor: bool = True):
+        check_policy("RecomputeCallback", policy)
         self.policy, self.keep = policy, keep
         self.monitor = Monitor() if monitor else None
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from .._levels import check_policy
 from ..conversion import convert, revert
 from ..engine import Policy
 from ..monitoring import Monitor
@@ -34,6 +35,7 @@ class RecomputeCallback(TrainerCallback):
     """
 
     def __init__(self, policy: str | Policy = "pointwise", *, keep: bool = True, monitor: bool = True):
+        check_policy("RecomputeCallback", policy)
         self.policy, self.keep = policy, keep
         self.monitor = Monitor() if monitor else None
 

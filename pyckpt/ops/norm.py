@@ -272,6 +272,8 @@ def _normalise(
     bias: Tensor | None,
     eps: float | None,
 ) -> Tensor:
+    if isinstance(eps, str):
+        raise TypeError(f"{norm.name}: eps must be a float, got {eps!r}")
     if eps is not None and eps < 0:
         raise ValueError(
             f"{norm.name}: eps must not be negative, got {eps}: the square root of a negative number is NaN"
@@ -289,6 +291,8 @@ def _normalise(
             if needs_grad(input, weight, bias):
                 return NormFunction.apply(input, weight, bias, shape, eps, norm)
             return norm.fwd(backend_of(input, norm.fwd), *norm.arguments(input, shape, weight, bias), eps)[0]
+    if isinstance(normalized_shape, (int, str)):
+        wrong = f"{norm.name}: normalized_shape must be a sequence of ints, got {normalized_shape!r}"
     return by_torch(wrong, norm.of_torch, *norm.arguments(input, normalized_shape, weight, bias), eps)
 
 
